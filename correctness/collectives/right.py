@@ -1,23 +1,15 @@
 """Right collectives that work in unusual ways: the tests must accept them."""
 
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from correctness.collectives.simple_collectives import AfterOnce, Done, Group, Pending
 from correctness.support.planting import right
-
-Group = dist.ProcessGroup | None
-
-
-class Done:
-    """A handle of a collective that has finished."""
-
-    def wait(self) -> None:
-        return None
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -49,19 +41,6 @@ class GathersAndSums:
         return Done() if async_op else None
 
 
-class _InWait:
-    """A handle whose first `wait` does the remaining work."""
-
-    def __init__(self, handle: Any, then: Any) -> None:
-        self.handle, self.then = handle, then
-
-    def wait(self) -> None:
-        self.handle.wait()
-        if self.then is not None:
-            self.then()
-        self.then = None
-
-
 @right("communicates at once, and sums in wait()")
 class SumsInWait(GathersAndSums):
     @staticmethod
@@ -69,7 +48,7 @@ class SumsInWait(GathersAndSums):
     def all_reduce(tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         handle = dist.all_gather(everyone, tensor, group=group, async_op=True)
-        in_wait = _InWait(handle, lambda: tensor.detach().copy_(torch.stack([_wide(x) for x in everyone]).sum(0)))
+        in_wait = AfterOnce(handle, lambda: tensor.detach().copy_(torch.stack([_wide(x) for x in everyone]).sum(0)))
         return in_wait if async_op else in_wait.wait()
 
 
@@ -97,14 +76,6 @@ class ThroughTheFirstRank:
         return Done() if async_op else None
 
 
-class _Pending:
-    def __init__(self, future: Future[Any]) -> None:
-        self.future = future
-
-    def wait(self) -> Any:
-        return self.future.result()
-
-
 @right("runs everything of a group on one thread, in the order in which it was started")
 class OnOneThread:
     def __init__(self) -> None:
@@ -112,7 +83,7 @@ class OnOneThread:
 
     def _run(self, async_op: bool, function: Any, *args: Any, group: Group) -> Any:
         thread = self.threads.setdefault(group or dist.group.WORLD, ThreadPoolExecutor(1))
-        pending = _Pending(thread.submit(function, *args, group=group))
+        pending = Pending(thread.submit(function, *args, group=group))
         return pending if async_op else pending.wait()
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:

@@ -1,6 +1,7 @@
-"""torch's own collectives: the base of planted defects, and the handles that defects return."""
+"""torch's own collectives, the base of planted defects, and the handles that planted ones return."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ class Plain:
 
 
 class After:
-    """A handle that runs a function once another handle is done."""
+    """A handle that runs a function once another handle is done, at each `wait`."""
 
     def __init__(self, handle: Any, then: Callable[[], Any]) -> None:
         self.handle, self.then = handle, then
@@ -31,6 +32,24 @@ class After:
     def wait(self) -> None:
         self.handle.wait()
         self.then()
+
+
+class AfterOnce(After):
+    """A handle whose first `wait` does the remaining work."""
+
+    def wait(self) -> None:
+        super().wait()
+        self.then = lambda: None
+
+
+class Pending:
+    """A handle of what a thread runs."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def wait(self) -> Any:
+        return self.future.result()
 
 
 def finished(handle: Any, then: Callable[[], Any], async_op: bool) -> Any:

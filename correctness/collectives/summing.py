@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -127,11 +126,3 @@ class Call:
             sizes = [each.numel() for each in self.around]
             lines.append(f"{self}: it writes around its tensors, views of one buffer with gaps of {sizes}")
         return lines
-
-
-def assert_right(ranks: Sequence[Sequence[str]]) -> None:
-    """Fail with the first lines of each rank's report."""
-    __tracebackhide__ = True
-    said = [f"rank {rank} of {len(ranks)}, {line}" for rank, lines in enumerate(ranks) for line in lines[:3]]
-    if said:
-        pytest.fail("\n".join(said), pytrace=False)

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from correctness.collectives.summing import Call, assert_right, small_integers
+from correctness.collectives.summing import Call, small_integers
 from correctness.engine.examples import BESIDE_LAUNCHES
+from correctness.engine.histories import even_and_odd_ranks
+from correctness.support.on_ranks import assert_nothing_wrong
 from impl.collectives import Backend, OnGloo, accounting, count_bytes_sent, segments
 from impl.collectives.cases import COLLECTIVES
 from shardmark.api import Implementation
@@ -91,7 +93,7 @@ def _segments_of(nbytes: int | None) -> Iterator[None]:
 def test_results_are_those_done_by_hand_on_one_to_eight_ranks(
     implementation: Implementation, any_world: World, name: str, device: str
 ) -> None:
-    assert_right(any_world.run(wrong_results, implementation, name, device, DTYPES, None))
+    assert_nothing_wrong(any_world.run(wrong_results, implementation, name, device, DTYPES, None))
 
 
 @pytest.mark.family("collectives", only=OURS)
@@ -99,7 +101,7 @@ def test_results_are_those_done_by_hand_on_one_to_eight_ranks(
 def test_results_do_not_depend_on_the_segments(
     implementation: Implementation, any_world: World, name: str, device: str
 ) -> None:
-    assert_right(any_world.run(wrong_results, implementation, name, device, [torch.float32], 40))
+    assert_nothing_wrong(any_world.run(wrong_results, implementation, name, device, [torch.float32], 40))
 
 
 def so_many_at_once(implementation: Implementation, count: int, device: str) -> list[str]:
@@ -117,7 +119,7 @@ def so_many_at_once(implementation: Implementation, count: int, device: str) -> 
 @pytest.mark.examples(1, 4, 9)
 def test_any_number_may_be_under_way(implementation: Implementation, world: World, examples: int, device: str) -> None:
     for count in BESIDE_LAUNCHES[:examples]:
-        assert_right(world.run(so_many_at_once, implementation, count, device))
+        assert_nothing_wrong(world.run(so_many_at_once, implementation, count, device))
 
 
 @pytest.mark.family("collectives")
@@ -126,11 +128,9 @@ def test_all_calls_are_of_one_object(implementation: Implementation) -> None:
     assert implementation.adapted is implementation.adapted
 
 
-def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:
+def in_groups_side_by_side(implementation: Implementation, device: str) -> list[str]:
     """Use two groups side by side and, at the same time, the world."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(members) for members in ([*range(0, ranks, 2)], [*range(1, ranks, 2)]) if members]
-    return _wrong_in(implementation, [groups[rank % 2], None], device)
+    return _wrong_in(implementation, [even_and_odd_ranks()[1], None], device)
 
 
 def _wrong_in(implementation: Implementation, groups: list[dist.ProcessGroup | None], device: str) -> list[str]:
@@ -154,7 +154,7 @@ def _wrong_in(implementation: Implementation, groups: list[dist.ProcessGroup | N
 def test_groups_side_by_side_have_their_own_results(
     implementation: Implementation, any_world: World, device: str
 ) -> None:
-    assert_right(any_world.run(even_and_odd_ranks, implementation, device))
+    assert_nothing_wrong(any_world.run(in_groups_side_by_side, implementation, device))
 
 
 def all_but_rank_0(implementation: Implementation, device: str) -> list[str]:
@@ -166,7 +166,7 @@ def all_but_rank_0(implementation: Implementation, device: str) -> list[str]:
 def test_a_rank_outside_the_group_takes_no_part(implementation: Implementation, world: World, device: str) -> None:
     if world.size == 1:
         pytest.skip("one rank is in every group")
-    assert_right(world.run(all_but_rank_0, implementation, device))
+    assert_nothing_wrong(world.run(all_but_rank_0, implementation, device))
 
 
 def bytes_counted(implementation: Implementation, name: str, elements: int, device: str) -> int:

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from correctness.collectives.summing import Call, assert_right, small_integers
+from correctness.collectives.summing import Call, small_integers
 from correctness.support.communication import delayed
 from correctness.support.contracts import is_ours
+from correctness.support.on_ranks import assert_nothing_wrong
 from correctness.support.paths import ROOT
 from correctness.support.waiting import wait_until
-from impl.collectives import Ring, collectives_for, count_bytes_sent
+from impl.collectives import collectives_for, count_bytes_sent
 from impl.collectives.cases import COLLECTIVES
 from impl.collectives.messages import GLOO_ALONE
 from shardmark.api import Implementation, Unsupported
@@ -54,7 +55,7 @@ def test_a_collective_goes_on_while_the_other_ranks_do_something_else(
 ) -> None:
     if world.size == 1:
         pytest.skip("one rank has no others")
-    assert_right(world.run(while_others_do_not_wait, implementation, waits, uuid4().hex, device))
+    assert_nothing_wrong(world.run(while_others_do_not_wait, implementation, waits, uuid4().hex, device))
 
 
 def with_a_late_rank(implementation: Implementation, late: int, async_op: bool, device: str) -> list[str]:
@@ -78,7 +79,7 @@ def with_a_late_rank(implementation: Implementation, late: int, async_op: bool, 
 def test_results_are_there_when_it_returns(
     implementation: Implementation, world: World, late: int, device: str
 ) -> None:
-    assert_right(world.run(with_a_late_rank, implementation, late, False, device))
+    assert_nothing_wrong(world.run(with_a_late_rank, implementation, late, False, device))
 
 
 @pytest.mark.family("collectives")
@@ -86,7 +87,7 @@ def test_results_are_there_when_it_returns(
 def test_results_are_there_when_wait_returns(
     implementation: Implementation, world: World, late: int, device: str
 ) -> None:
-    assert_right(world.run(with_a_late_rank, implementation, late, True, device))
+    assert_nothing_wrong(world.run(with_a_late_rank, implementation, late, True, device))
 
 
 def on_nccl(implementation: Implementation) -> None:
@@ -197,20 +198,6 @@ def threads_after_a_group(implementation: Implementation) -> list[int]:
 @pytest.mark.family("collectives", only=("ring",))
 def test_a_thread_ends_with_its_process_group(implementation: Implementation, pair: World) -> None:
     assert pair.run(threads_after_a_group, implementation) == [[0, 1, 0]] * 2
-
-
-def group_of_its_own() -> float:
-    """Sum over the odd ranks, or over the even ones."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(list(range(first, ranks, 2))) for first in (0, 1)]
-    tensor = torch.tensor(float(rank))  # a tensor without dimensions
-    Ring().all_reduce(tensor, groups[rank % 2])
-    return tensor.item()
-
-
-def test_ranks_count_within_their_group(device: str) -> None:
-    with World(4, "cpu") as world:
-        assert world.run(group_of_its_own) == [0 + 2, 1 + 3, 0 + 2, 1 + 3]
 
 
 def chosen() -> list[str]:

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correctness.collectives.summing import Call, Inputs, assert_right, largest, small_integers
+from correctness.collectives.summing import Call, Inputs, largest, small_integers
 from correctness.support.contracts import is_ours
+from correctness.support.on_ranks import on_every_rank
 from impl.collectives.cases import COLLECTIVES
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
@@ -17,7 +18,9 @@ from shardmark.ranks.world import World
 pytestmark = pytest.mark.family("collectives")
 
 
-def several_segments(implementation: Implementation, name: str, device: str) -> list[str]:
+@pytest.mark.parametrize("name", COLLECTIVES)
+@on_every_rank
+def test_results_of_several_segments(implementation: Implementation, name: str, device: str) -> list[str]:
     """Each rank's part has several MiB and an odd number of elements."""
     wrong = []
     for in_place in [False] if name == "all_reduce" else [False, True]:
@@ -26,11 +29,6 @@ def several_segments(implementation: Implementation, name: str, device: str) -> 
         call.start(implementation.adapted)
         wrong += call.wrong()
     return wrong
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_results_of_several_segments(implementation: Implementation, world: World, name: str, device: str) -> None:
-    assert_right(world.run(several_segments, implementation, name, device))
 
 
 def of_every_magnitude(dtype: torch.dtype) -> Inputs:
@@ -49,7 +47,12 @@ def of_every_magnitude(dtype: torch.dtype) -> Inputs:
     return draw
 
 
-def sums(implementation: Implementation, dtype: torch.dtype, device: str) -> list[str]:
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@on_every_rank
+def test_sums_are_as_exact_as_the_dtype(implementation: Implementation, dtype: torch.dtype, device: str) -> list[str]:
     target, wrong = implementation.adapted, []
     for name, elements, async_op in product(("all_reduce", "reduce_scatter"), (101, 70_001), (False, True)):
         call = Call(name, of_every_magnitude(dtype), elements, device)
@@ -58,16 +61,6 @@ def sums(implementation: Implementation, dtype: torch.dtype, device: str) -> lis
             handle.wait()
         wrong += call.wrong()
     return wrong
-
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_sums_are_as_exact_as_the_dtype(
-    implementation: Implementation, world: World, dtype: torch.dtype, device: str
-) -> None:
-    assert_right(world.run(sums, implementation, dtype, device))
 
 
 SIZES = (7, 1001, 40_000, 300_003)
@@ -97,7 +90,8 @@ def test_every_rank_has_the_same_sum_to_the_bit(implementation: Implementation, 
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
 
 
-def gathered_bits(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_what_is_gathered_has_the_bits_that_were_sent(implementation: Implementation, device: str) -> list[str]:
     """Gather arbitrary bits (negative zeros, subnormals, infinities, NaNs); describe what changed."""
     ranks, wrong = dist.get_world_size(), []
     for (dtype, bits), size in product(BITS.items(), SIZES[:3]):
@@ -115,13 +109,9 @@ def gathered_bits(implementation: Implementation, device: str) -> list[str]:
     return wrong
 
 
-def test_what_is_gathered_has_the_bits_that_were_sent(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_right(world.run(gathered_bits, implementation, device))
-
-
-def several_dimensions(implementation: Implementation, name: str, device: str) -> list[str]:
+@pytest.mark.parametrize("name", COLLECTIVES)
+@on_every_rank
+def test_tensors_of_several_dimensions_and_views(implementation: Implementation, name: str, device: str) -> list[str]:
     """Use multi-dimensional views inside larger tensors; describe wrong results and writes around the views."""
     target, ranks, wrong = implementation.adapted, dist.get_world_size(), []
     small = (3, 2, 5)
@@ -141,24 +131,14 @@ def several_dimensions(implementation: Implementation, name: str, device: str) -
     return wrong
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_tensors_of_several_dimensions_and_views(
-    implementation: Implementation, world: World, name: str, device: str
-) -> None:
-    assert_right(world.run(several_dimensions, implementation, name, device))
-
-
-def no_dimensions(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_a_tensor_without_dimensions(implementation: Implementation, device: str) -> list[str]:
     tensor = torch.tensor(dist.get_rank() + 1.0, device=device)
     implementation.adapted.all_reduce(tensor)
     ranks = dist.get_world_size()
     expected = ranks * (ranks + 1) / 2
     found = f"an all-reduce of a tensor without dimensions is {tensor.item()} and not {expected}"
     return [] if tensor.item() == expected else [found]
-
-
-def test_a_tensor_without_dimensions(implementation: Implementation, world: World, device: str) -> None:
-    assert_right(world.run(no_dimensions, implementation, device))
 
 
 def parameter_sum(implementation: Implementation, device: str) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -124,11 +123,3 @@ def likeness(found: Tensor, mean: Tensor, terms: Tensor, here: int) -> str:
     if equal(ratio * mean):
         return f"it is {ratio:.4g} times the average; "
     return ""
-
-
-def assert_nothing_wrong(ranks: Sequence[Sequence[str]]) -> None:
-    """Fail with the first three lines of each rank's report."""
-    __tracebackhide__ = True
-    said = [f"rank {rank} of {len(ranks)}, {line}" for rank, lines in enumerate(ranks) for line in lines[:3]]
-    if said:
-        pytest.fail("\n".join(said), pytrace=False)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from correctness.data_parallel.averaging import (
     Products,
-    assert_nothing_wrong,
     backward,
     bucket_sizes,
     needs_backward_on_every_rank,
@@ -19,6 +18,7 @@ from correctness.data_parallel.averaging import (
     wrong_averages,
 )
 from correctness.engine.examples import BESIDE_LAUNCHES
+from correctness.support.on_ranks import assert_nothing_wrong, on_every_rank
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 
@@ -104,7 +104,9 @@ class Sums(nn.Module):
         return sum(p.sum() for p in self.p) * scale
 
 
-def averages_of_28_mib(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_gradients_that_are_more_than_25_mib_together(implementation: Implementation, device: str) -> list[str]:
+    """25 MiB is the usual bucket size."""
     model = wrap(implementation, Sums(3_500_001, 5, 3_800_003).to(device))
     model(1.0001 + dist.get_rank()).backward()
     model.finish_gradient_synchronization()
@@ -115,13 +117,6 @@ def averages_of_28_mib(implementation: Implementation, device: str) -> list[str]
         for name, (least, most) in extremes.items()
         if not mean * (1 - 1e-6) <= least <= most <= mean * (1 + 1e-6)
     ]
-
-
-def test_gradients_that_are_more_than_25_mib_together(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    """25 MiB is the usual bucket size."""
-    assert_nothing_wrong(world.run(averages_of_28_mib, implementation, device))
 
 
 def of_every_size(step: int, rank: int, like: list[Tensor]) -> Gradients:
@@ -207,7 +202,8 @@ def test_a_rank_without_a_backward_pass_counts_as_zero(
     assert_nothing_wrong(world.run(averages, implementation, THREE, device, rank_0_has_none, 3))
 
 
-def frozen_gradients(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_frozen_parameters_have_no_gradient(implementation: Implementation, device: str) -> list[str]:
     module = Products(torch.zeros(3), torch.zeros(4), torch.zeros(2))
     module.p[1].requires_grad_(False)
     model = wrap(implementation, module.to(device))
@@ -218,11 +214,10 @@ def frozen_gradients(implementation: Implementation, device: str) -> list[str]:
     return [] if found is None else [f"the gradient of the frozen 'p.1' is {found.tolist()} and not None"]
 
 
-def test_frozen_parameters_have_no_gradient(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(frozen_gradients, implementation, device))
-
-
-def thawed_gradients(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_a_parameter_that_was_frozen_for_a_while_is_averaged_again(
+    implementation: Implementation, device: str
+) -> list[str]:
     """Wrong averages while the second of three parameters is frozen, and after it is unfrozen."""
     model = wrap(implementation, Products(*map(torch.zeros_like, THREE)).to(device), find_unused_parameters=True)
     wrong = []
@@ -237,12 +232,6 @@ def thawed_gradients(implementation: Implementation, device: str) -> list[str]:
         model.finish_gradient_synchronization()
         wrong += wrong_averages(model, own, f"of three parameters, the second {when}")
     return wrong
-
-
-def test_a_parameter_that_was_frozen_for_a_while_is_averaged_again(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_nothing_wrong(world.run(thawed_gradients, implementation, device))
 
 
 def not_finite(step: int, rank: int, like: list[Tensor]) -> Gradients:

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correctness.data_parallel.averaging import Products, assert_nothing_wrong, backward, values, wrap, wrong_averages
+from correctness.data_parallel.averaging import Products, backward, values, wrap, wrong_averages
 from correctness.support.communication import recorded
 from correctness.support.contracts import is_ours
+from correctness.support.on_ranks import on_every_rank
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 
@@ -32,7 +33,10 @@ def _backward(model: Any, step: int, device: str) -> None:
     backward(model, values(dist.get_rank(), *LIKE, step=step), device)
 
 
-def without_zeroing(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_gradients_accumulate_over_steps_until_they_are_zeroed(
+    implementation: Implementation, device: str
+) -> list[str]:
     """Gradients after two steps without zeroing, and after a third that starts from gradients zeroed in place."""
     model = _model(implementation, device)
     for step in (1, 2):
@@ -45,13 +49,20 @@ def without_zeroing(implementation: Implementation, device: str) -> list[str]:
     return wrong + wrong_averages(model, _own(3), "after zero_grad(set_to_none=False) and one more step")
 
 
-def test_gradients_accumulate_over_steps_until_they_are_zeroed(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_nothing_wrong(world.run(without_zeroing, implementation, device))
+def _not_local(model: Any, *steps: int) -> list[str]:
+    own = _own(*steps)(dist.get_rank())
+    return [
+        f"after no_sync(): the gradient of {name!r} is not this rank's own sum of its backward passes: "
+        f"found {None if p.grad is None else p.grad.flatten()[:3].tolist()}, expected {mine.flatten()[:3].tolist()}"
+        for (name, p), mine in zip(model.module.named_parameters(), own, strict=True)
+        if p.grad is None or not torch.allclose(p.grad.cpu(), mine)
+    ]
 
 
-def in_no_sync(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_no_sync_leaves_gradients_local_and_the_next_step_averages_their_sum(
+    implementation: Implementation, device: str
+) -> list[str]:
     model, wrong = _model(implementation, device), []
     for start in (1, 4):  # twice, as the first step may be special
         model.module.zero_grad()
@@ -67,27 +78,12 @@ def in_no_sync(implementation: Implementation, device: str) -> list[str]:
     return wrong
 
 
-def _not_local(model: Any, *steps: int) -> list[str]:
-    own = _own(*steps)(dist.get_rank())
-    return [
-        f"after no_sync(): the gradient of {name!r} is not this rank's own sum of its backward passes: "
-        f"found {None if p.grad is None else p.grad.flatten()[:3].tolist()}, expected {mine.flatten()[:3].tolist()}"
-        for (name, p), mine in zip(model.module.named_parameters(), own, strict=True)
-        if p.grad is None or not torch.allclose(p.grad.cpu(), mine)
-    ]
-
-
-def test_no_sync_leaves_gradients_local_and_the_next_step_averages_their_sum(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_nothing_wrong(world.run(in_no_sync, implementation, device))
-
-
 class ExpectedError(Exception):
     """Raised by the test."""
 
 
-def after_an_error_in_no_sync(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_no_sync_ends_with_an_error_too(implementation: Implementation, device: str) -> list[str]:
     model = _model(implementation, device)
     with pytest.raises(ExpectedError), model.no_sync():
         raise ExpectedError
@@ -96,11 +92,8 @@ def after_an_error_in_no_sync(implementation: Implementation, device: str) -> li
     return wrong_averages(model, _own(1), "in the step after an error inside no_sync()")
 
 
-def test_no_sync_ends_with_an_error_too(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(after_an_error_in_no_sync, implementation, device))
-
-
-def two_models(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_two_models_side_by_side(implementation: Implementation, device: str) -> list[str]:
     """Interleave the passes of two wrapped models; their order alternates between steps."""
     models, wrong, rank = [_model(implementation, device) for _ in range(2)], [], dist.get_rank()
     for step in range(4):
@@ -117,10 +110,6 @@ def two_models(implementation: Implementation, device: str) -> list[str]:
             when = f"in step {step + 1} of the {['first', 'second'][i]} of two models side by side"
             wrong += wrong_averages(model, _own(2 * step + i), when)
     return wrong
-
-
-def test_two_models_side_by_side(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(two_models, implementation, device))
 
 
 def kept_gradients(implementation: Implementation, device: str) -> bool:

@@ -8,7 +8,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from correctness.support.whole_batch import DIM, STEPS, adam, batch, error_line, loss, module, share, single_process
+from correctness.support.whole_batch import (
+    DIM,
+    adam,
+    error_line,
+    module,
+    single_process,
+    train,
+)
 from impl.data_parallel import BucketedDataParallel, TorchDataParallel
 from impl.data_parallel.buckets import partition
 from shardmark.plugin import WorldsBySize
@@ -102,18 +109,11 @@ HOOKS = {
 
 
 def train_with_hook(name: str, device: str, wrapper: Any) -> dict[str, Tensor]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     model = wrapper(module("plain", 0, device))
     hook, state = HOOKS[name]
     # Renamed: DDP refuses bf16_compress by name without NCCL.
     model.register_comm_hook(state(), lambda state, bucket: hook(state, bucket))
-    optimizer = adam(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x, y = (tensor[share(rank)] for tensor in batch(step, ranks, device))
-        loss(model, x, y).backward()
-        model.finish_gradient_synchronization()
-        optimizer.step()
+    train(model, adam(model), device, model.finish_gradient_synchronization)
     return {key: tensor.cpu() for key, tensor in model.state_dict().items()}
 
 

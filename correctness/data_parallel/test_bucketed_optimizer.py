@@ -14,11 +14,10 @@ from correctness.support.whole_batch import (
     STEPS,
     adam,
     assert_equal_states,
-    batch,
     error_line,
     loss,
     module,
-    share,
+    own_batch,
     single_process,
 )
 from impl.data_parallel import BucketedDataParallel
@@ -37,14 +36,12 @@ def update_on_arrival(
     name: str, device: str, optimizer: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> dict[str, Tensor]:
     """Train in buckets of one parameter each; the wrapper steps the optimizer."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = BucketedDataParallel(module(name, rank, device), bucket_mb=1e-5)
+    model = BucketedDataParallel(module(name, dist.get_rank(), device), bucket_mb=1e-5)
     update = optimizer(model)
     groups = update.param_groups
     for step in range(STEPS):
         update.zero_grad()
-        x, y = (tensor[share(rank)] for tensor in batch(step, ranks, device))
-        loss(model, x, y).backward()
+        loss(model, *own_batch(step, device)).backward()
         model.finish_gradient_synchronization(update)
         assert update.param_groups is groups
     return {key: tensor.cpu() for key, tensor in model.state_dict().items()}

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from correctness.data_parallel.averaging import (
     Products,
-    assert_nothing_wrong,
     backward,
     bucket_sizes,
     values,
@@ -19,6 +18,7 @@ from correctness.data_parallel.averaging import (
     wrong_averages,
 )
 from correctness.support.communication import delayed, recorded, slow_gradients
+from correctness.support.on_ranks import assert_nothing_wrong, on_every_rank
 from shardmark.api import Implementation
 from shardmark.meter.communication import Communication
 from shardmark.ranks.world import World
@@ -29,7 +29,9 @@ FLAGS = 64
 """Bytes that a wrapper may communicate besides gradients, for example to agree on used parameters."""
 
 
-def with_a_late_rank(implementation: Implementation, late: int, device: str) -> list[str]:
+@pytest.mark.parametrize("late", [pytest.param(0, id="first", marks=pytest.mark.judged), pytest.param(-1, id="last")])
+@on_every_rank
+def test_averages_are_there_when_it_returns(implementation: Implementation, late: int, device: str) -> list[str]:
     """Delay one rank's collectives; check the averages as soon as `finish_gradient_synchronization()` returns."""
     like, rank, wrong = [torch.empty(5), torch.empty(3, 3), torch.empty(2)], dist.get_rank(), []
     model = wrap(implementation, Products(*map(torch.zeros_like, like)).to(device))
@@ -44,14 +46,8 @@ def with_a_late_rank(implementation: Implementation, late: int, device: str) -> 
     return wrong
 
 
-@pytest.mark.parametrize("late", [pytest.param(0, id="first", marks=pytest.mark.judged), pytest.param(-1, id="last")])
-def test_averages_are_there_when_it_returns(
-    implementation: Implementation, world: World, late: int, device: str
-) -> None:
-    assert_nothing_wrong(world.run(with_a_late_rank, implementation, late, device))
-
-
-def in_the_ranks_own_order(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_ranks_whose_gradients_arrive_in_another_order(implementation: Implementation, device: str) -> list[str]:
     """Gradients of one shape arrive in a different order on each rank and in each step."""
     like, rank, wrong = [torch.empty(3, 2) for _ in range(4)], dist.get_rank(), []
     for options in bucket_sizes(implementation):
@@ -65,12 +61,6 @@ def in_the_ranks_own_order(implementation: Implementation, device: str) -> list[
             when = f"in step {step + 1}, with gradients that arrive in another order on each rank"
             wrong += wrong_averages(model, lambda other, step=step: [*values(other, *like, step=step)], when)
     return wrong
-
-
-def test_ranks_whose_gradients_arrive_in_another_order(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_nothing_wrong(world.run(in_the_ranks_own_order, implementation, device))
 
 
 def _communicated(
@@ -234,8 +224,10 @@ def test_a_narrower_reduction_sends_half_and_rounds_each_term_once(
 WIRE = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
-def dtypes_on_the_wire(implementation: Implementation, device: str) -> list[str]:
-    """Describe gradients communicated in the wrong dtype, for each pair of gradient dtype and `reduce_dtype`."""
+@pytest.mark.family("data_parallel", option="reduce_dtype")
+@on_every_rank
+def test_reduce_dtype_is_the_dtype_on_the_wire(implementation: Implementation, device: str) -> list[str]:
+    """For each pair of dtypes: reduce_dtype may be wider or narrower than the gradients'."""
     wrong = []
     for own, wire in product(WIRE, WIRE):
         like, what = torch.zeros(64, 65, dtype=own), f"gradients of {own} with reduce_dtype={wire}"
@@ -247,9 +239,3 @@ def dtypes_on_the_wire(implementation: Implementation, device: str) -> list[str]
         if (found := model.module.p[0].grad.dtype) != own:
             wrong.append(f"{what}: the gradient becomes one of {found}")
     return wrong
-
-
-@pytest.mark.family("data_parallel", option="reduce_dtype")
-def test_reduce_dtype_is_the_dtype_on_the_wire(implementation: Implementation, world: World, device: str) -> None:
-    """reduce_dtype may be wider or narrower than the gradients' dtype."""
-    assert_nothing_wrong(world.run(dtypes_on_the_wire, implementation, device))

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from correctness.data_parallel.averaging import (
     Products,
-    assert_nothing_wrong,
     backward,
     group_ranks,
     values,
     wrap,
     wrong_averages,
 )
+from correctness.engine import histories
+from correctness.support.on_ranks import assert_nothing_wrong
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 
@@ -56,9 +57,8 @@ def first_rank_and_others(implementation: Implementation, device: str) -> list[s
 
 def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:
     """Groups of even and of odd ranks; the even group takes one more step."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(members) for members in ([*range(0, ranks, 2)], [*range(1, ranks, 2)]) if members]
-    return _wrong_in(implementation, groups[rank % 2], 2 + (rank % 2 == 0), device)
+    side, group = histories.even_and_odd_ranks()
+    return _wrong_in(implementation, group, 2 + (side == 0), device)
 
 
 @pytest.mark.parametrize("side_by_side", [first_rank_and_others, even_and_odd_ranks], ids=lambda f: f.__name__)

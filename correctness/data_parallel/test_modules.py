@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.data_parallel.averaging import assert_nothing_wrong, wrap
+from correctness.data_parallel.averaging import wrap
 from correctness.support.contracts import is_ours
+from correctness.support.on_ranks import on_every_rank
 from correctness.support.waiting import are_freed
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
@@ -39,7 +40,8 @@ class Scaled(nn.Module):
         return {"out": self.inner(x) * scale, "scale": scale}
 
 
-def calls(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_modules_work_as_before(implementation: Implementation, device: str) -> list[str]:
     model = wrap(implementation, Scaled().to(device))
     model.module.eval()
     x = torch.ones(3, 2, device=device)
@@ -60,10 +62,6 @@ def calls(implementation: Implementation, device: str) -> list[str]:
         if not model.module.inner[1].training:
             lines.append("the wrapper is an nn.Module, and its train() does not reach the module")
     return lines
-
-
-def test_modules_work_as_before(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(calls, implementation, device))
 
 
 class Nested(nn.Module):
@@ -109,7 +107,8 @@ def _with_hooks(said: list[str]) -> Nested:
     return module
 
 
-def hooks(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_a_call_is_the_modules_own_with_its_hooks(implementation: Implementation, device: str) -> list[str]:
     """Describe differences from the unwrapped module, for equal input on every rank."""
     outcomes = []
     for wrapped in (True, False):
@@ -137,11 +136,8 @@ def hooks(implementation: Implementation, device: str) -> list[str]:
     ]
 
 
-def test_a_call_is_the_modules_own_with_its_hooks(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(hooks, implementation, device))
-
-
-def names(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_the_state_dict_has_the_modules_own_names_and_values(implementation: Implementation, device: str) -> list[str]:
     model = wrap(implementation, Scaled().double().to(device))
     found, expected = model.state_dict(), model.module.state_dict()
     if list(found) != list(expected):
@@ -151,12 +147,6 @@ def names(implementation: Implementation, device: str) -> list[str]:
         for name in found
         if found[name].dtype != expected[name].dtype or not torch.equal(found[name], expected[name])
     ]
-
-
-def test_the_state_dict_has_the_modules_own_names_and_values(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_nothing_wrong(world.run(names, implementation, device))
 
 
 def load(implementation: Implementation, device: str) -> str:
@@ -183,7 +173,8 @@ def test_a_state_dict_is_loaded(
         assert found == {"loaded"}, found
 
 
-def buffers(implementation: Implementation, device: str) -> list[str]:
+@on_every_rank
+def test_buffers_that_forward_changes_are_not_synchronized(implementation: Implementation, device: str) -> list[str]:
     """Buffers that forward writes keep this rank's values; rank 0 runs forward once more."""
     model, rank, lines = wrap(implementation, Scaled().to(device)), dist.get_rank(), []
     for step in range(1, 4):
@@ -200,12 +191,6 @@ def buffers(implementation: Implementation, device: str) -> list[str]:
             if found.item() != expected[name]
         ]
     return lines
-
-
-def test_buffers_that_forward_changes_are_not_synchronized(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_nothing_wrong(world.run(buffers, implementation, device))
 
 
 def wrap_and_delete(implementation: Implementation, device: str) -> bool:

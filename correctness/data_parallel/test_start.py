@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.data_parallel.averaging import assert_nothing_wrong, wrap
+from correctness.data_parallel.averaging import wrap
+from correctness.support.on_ranks import on_every_rank
 from shardmark.api import Implementation
-from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("data_parallel")
 
@@ -56,7 +56,9 @@ def _bits(dtype: torch.dtype, draw: torch.Generator, rank: int) -> Tensor:
     return torch.cat([bits, torch.tensor(special, dtype=torch.float64).to(dtype).roll(rank)])
 
 
-def other_bits_at_the_start(
+@pytest.mark.parametrize("kind", [Extremes, Alike])
+@on_every_rank
+def test_every_rank_starts_with_rank_0s_to_the_bit(
     implementation: Implementation, kind: type[Extremes] | type[Alike], device: str
 ) -> list[str]:
     module = wrap(implementation, kind(dist.get_rank()).to(device)).module
@@ -73,10 +75,3 @@ def other_bits_at_the_start(
             for i in differ[:1]
         ]
     return wrong
-
-
-@pytest.mark.parametrize("kind", [Extremes, Alike])
-def test_every_rank_starts_with_rank_0s_to_the_bit(
-    implementation: Implementation, world: World, kind: type[Extremes] | type[Alike], device: str
-) -> None:
-    assert_nothing_wrong(world.run(other_bits_at_the_start, implementation, kind, device))

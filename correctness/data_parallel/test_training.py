@@ -7,17 +7,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from correctness.data_parallel.averaging import wrap
+from correctness.support import whole_batch
 from correctness.support.own_model import OWN, Trained, assert_as_in_one_process, own_model, train
 from correctness.support.whole_batch import (
     MODULES,
     ONE_MODULE,
-    STEPS,
     adam,
     assert_equal_states,
-    batch,
-    loss,
     module,
-    share,
     single_process,
 )
 from shardmark.api import Implementation, OwnModelCase
@@ -26,28 +23,13 @@ from shardmark.ranks.world import World
 pytestmark = pytest.mark.family("data_parallel")
 
 
-def _train(model: Any, rank: int, ranks: int, device: str, accumulate: bool) -> None:
-    """Take Adam steps on this rank's share of each batch; `accumulate` splits each step into two backward passes."""
-    optimizer = adam(model.module)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x, y = (tensor[share(rank)] for tensor in batch(step, ranks, device))
-        if accumulate:
-            with model.no_sync():
-                loss(model, x[:1], y[:1]).backward()
-            x, y = x[1:], y[1:]
-        loss(model, x, y).backward()
-        model.finish_gradient_synchronization()
-        optimizer.step()
-
-
 def train_on_rank(
     implementation: Implementation, name: str, device: str, accumulate: bool, options: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Start each rank from its own weights: rank 0's must reach the others."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = wrap(implementation, module(name, rank, device), **options)
-    _train(model, rank, ranks, device, accumulate)
+    model = wrap(implementation, module(name, dist.get_rank(), device), **options)
+    finish = model.finish_gradient_synchronization
+    whole_batch.train(model, adam(model.module), device, finish, accumulate=accumulate)
     return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
 

@@ -1,4 +1,4 @@
-"""Helpers that run on ranks: wrap a module, run a step, describe the first unexpected tensor."""
+"""Helpers that run on ranks: wrap a module, run a step, describe the first tensor that is not as expected."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
@@ -10,9 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from correctness.support.whole_batch import DIM, batch, loss, share
+from correctness.support.on_ranks import running_on_ranks
+from correctness.support.whole_batch import DIM, adam, batch, loss, module, own_batch, train
+from impl.fsdp import by_type
 from shardmark.api import Implementation
 
+LINEARS = by_type(nn.Linear)
 HANG = 30.0
 """Deadline in seconds of tests in which a wrong implementation is likely to hang."""
 
@@ -79,11 +82,18 @@ def make(kind: Any, seed: int, device: str, dtype: torch.dtype = torch.float64) 
 
 
 def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
-    """Shard the module; options beyond the contract are passed if the implementation accepts them."""
+    """Shard the module; units are its linears by default. Options beyond the contract are passed if the implementation
+    accepts them."""
     every = ("process_group", "compute_dtype", "reduce_dtype")
+    options = {"wrap": LINEARS, **options}
     return implementation.adapted(
-        module, **{k: value for k, value in options.items() if k in every or implementation.accepts(k)}
+        module, **{k: v for k, v in options.items() if k in every or implementation.accepts(k)}
     )
+
+
+def both(implementation: Implementation, kind: Any, device: str, **options: Any) -> tuple[Any, Any]:
+    """Make a sharded and an unsharded module with the same weights."""
+    return wrap(implementation, make(kind, 0, device), **options), make(kind, 0, device)
 
 
 def full(model: Any) -> dict[str, Tensor]:
@@ -102,21 +112,29 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: (torch.zeros_like(p) if p.grad is None else p.grad.clone()).cpu() for name, p in named}
 
 
-def own_batch(step: int, device: str, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
-    """Return this rank's rows of the group's batch."""
-    x, y = batch(step, dist.get_world_size(group), device)
-    own = share(dist.get_rank(group))
-    return x[own], y[own]
-
-
 def backward(model: Any, step: int, device: str, group: dist.ProcessGroup | None = None) -> None:
     """Run forward and backward on this rank's rows."""
     loss(model, *own_batch(step, device, group)).backward()
 
 
+def synchronized_backward(model: Any, step: int, device: str, group: dist.ProcessGroup | None = None) -> None:
+    """Run forward and backward on this rank's rows, and synchronize the gradients."""
+    backward(model, step, device, group)
+    model.finish_gradient_synchronization()
+
+
 def whole_backward(module: nn.Module, step: int, device: str, group: dist.ProcessGroup | None = None) -> None:
     """Run forward and backward on all ranks' rows in an unsharded module: the reference."""
     loss(module, *batch(step, dist.get_world_size(group), device)).backward()
+
+
+def trained(implementation: Implementation, name: str, device: str, **options: Any) -> dict[str, Tensor]:
+    """Train one of MODULES from this rank's own weights. Return the full state under the unwrapped module's names."""
+    model = wrap(implementation, module(name, dist.get_rank(), device), **options)
+    train(model, adam(model), device, model.finish_gradient_synchronization)
+    buffers = {key: local(buffer).cpu() for key, buffer in model.module.named_buffers()}
+    found = buffers | full(model)
+    return {key: found[key] for key in module(name, 0, "cpu").state_dict()}
 
 
 def averaged_gradients(model: Any) -> dict[str, Tensor]:
@@ -182,6 +200,16 @@ def as_expected(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]
     return ""
 
 
+def gradients_as_expected(what: str, model: Any, plain: nn.Module, tolerance: float = 1e-12) -> str:
+    """`as_expected` of the averaged gradients, against those of an unsharded module. Changes the parameters."""
+    return as_expected(what, averaged_gradients(model), gradients_of(plain), tolerance)
+
+
+def parameters_as_expected(what: str, model: Any, plain: nn.Module, tolerance: float = 1e-12) -> str:
+    """`as_expected` of the full parameters, against those of an unsharded module."""
+    return as_expected(what, full(model), parameters_of(plain), tolerance)
+
+
 def as_sum_of(what: str, found: dict[str, Tensor], backwards: Sequence[dict[str, Tensor]]) -> str:
     """Like `as_expected`, for the sum of several backward passes' gradients; says if the value is one pass's alone."""
     total = {name: sum((each[name] for each in backwards), torch.zeros_like(backwards[0][name])) for name in found}
@@ -219,14 +247,12 @@ def first(problems: Iterator[str] | Sequence[str]) -> str:
 
 
 def assert_none(problems: Sequence[str]) -> None:
-    """Fail with the first rank's problem; skip where ranks report a limit of PyTorch's own."""
+    """Fail with the first rank's problem."""
     __tracebackhide__ = True
     for rank, problem in enumerate(problems):
-        if problem.startswith(UNSUPPORTED):
-            pytest.skip(problem.removeprefix(UNSUPPORTED))
         if problem:
             pytest.fail(f"rank {rank} of {len(problems)}: {problem}", pytrace=False)
 
 
-UNSUPPORTED = "unsupported: "
-"""Prefix of a rank's reply that reports a limit of PyTorch's own."""
+on_every_rank = running_on_ranks(assert_none)
+"""Decorator of a test whose body runs on every rank, and returns the first problem there, or ""."""

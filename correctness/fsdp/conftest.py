@@ -8,7 +8,7 @@ from shardmark.plugin.session import SESSION
 
 EVERY_TIME = ("sharded", "simple", "fsdp2")
 AT_EVERY_SIZE = "sharded"
-FOR_ALL, MODEL = ("test_twenty_steps", "test_units_of_any_size"), "tied_and_frozen"
+FOR_ALL, MODEL = ("test_twenty_steps", "test_every_option"), "tied_and_frozen"
 """In these tests every implementation runs with that model on two ranks; `sharded` alone runs with the others."""
 
 

@@ -17,9 +17,16 @@ from shardmark.api import INPUTS, resolve
 from shardmark.ranks.world import RankError
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_bytes_are_the_formulas(name: str, worlds: Any) -> None:
-    assert_expected(worlds, name, FEW)
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", OWN)
+def test_bytes_are_the_formulas(name: str, wrap: str, ranks: int, worlds: Any) -> None:
+    assert_expected(worlds, name, replace(FEW, wrap=wrap, ranks=ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_bytes_of_simple_fsdp_are_the_formulas(ranks: int, worlds: Any) -> None:
+    assert_expected(worlds, "simple", replace(FEW, ranks=ranks))
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -27,19 +34,7 @@ def test_where_activations_decide(name: str, worlds: Any) -> None:
     assert_expected(worlds, name, MANY)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("name", OWN)
-def test_with_every_wrap_on_every_number_of_ranks(name: str, wrap: str, ranks: int, worlds: Any) -> None:
-    assert_expected(worlds, name, replace(FEW, wrap=wrap, ranks=ranks))
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_simple_fsdp_on_other_numbers_of_ranks(ranks: int, worlds: Any) -> None:
-    assert_expected(worlds, "simple", replace(FEW, ranks=ranks))
-
-
-@pytest.mark.parametrize("name", [*OWN, "simple"])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_where_rows_do_not_divide_by_the_ranks(name: str, worlds: Any) -> None:
     assert_expected(worlds, name, replace(FEW, width=49, ranks=3))
 

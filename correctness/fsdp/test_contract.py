@@ -13,16 +13,17 @@ from correctness.fsdp.checks import (
     Odd,
     as_expected,
     assert_none,
-    averaged_gradients,
-    backward,
+    both,
     first,
     full,
-    gradients_of,
+    gradients_as_expected,
     local,
     make,
-    own_batch,
+    on_every_rank,
     parameters_of,
     poisoned,
+    synchronized_backward,
+    trained,
     whole_backward,
     wrap,
 )
@@ -32,10 +33,9 @@ from correctness.support.whole_batch import (
     MODULES,
     STEPS,
     TiedAndFrozen,
-    adam,
     batch,
     loss,
-    module,
+    own_batch,
     single_process,
 )
 from impl.fsdp import by_type, whole, with_blocks
@@ -44,19 +44,14 @@ from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 
-LINEARS = by_type(nn.Linear)
-
-
-def start_on_rank(implementation: Implementation, kind: type[nn.Module], device: str) -> str:
-    model = wrap(implementation, make(kind, dist.get_rank(), device), wrap=whole)
-    return as_expected("rank 0's", full(model), parameters_of(make(kind, 0, device)), tolerance=0)
-
 
 @pytest.mark.parametrize("kind", [Odd, TiedAndFrozen], ids=["odd", "tied_and_frozen"])
+@on_every_rank
 def test_every_rank_starts_from_rank_0s_parameters(
-    implementation: Implementation, world: World, kind: type[nn.Module], device: str
-) -> None:
-    assert_none(world.run(start_on_rank, implementation, kind, device))
+    implementation: Implementation, kind: type[nn.Module], device: str
+) -> str:
+    model = wrap(implementation, make(kind, dist.get_rank(), device), wrap=whole)
+    return as_expected("rank 0's", full(model), parameters_of(make(kind, 0, device)), tolerance=0)
 
 
 class Table(nn.Module):
@@ -82,7 +77,11 @@ class Buffered(nn.Module):
         self.deep = nn.Sequential(nn.Identity(), nn.ModuleList([Table()]))
 
 
-def buffers_on_rank(implementation: Implementation, units: type[nn.Module] | None, device: str) -> str:
+@pytest.mark.parametrize("units", [None, nn.Linear], ids=["whole", "linears"])
+@on_every_rank
+def test_every_rank_starts_with_rank_0s_buffers(
+    implementation: Implementation, units: type[nn.Module] | None, device: str
+) -> str:
     model = wrap(
         implementation, make(Buffered, dist.get_rank(), device), wrap=by_type(units) if units is not None else whole
     )
@@ -93,28 +92,20 @@ def buffers_on_rank(implementation: Implementation, units: type[nn.Module] | Non
     return as_expected("rank 0's buffer", found, expected, tolerance=0)
 
 
-@pytest.mark.parametrize("units", [None, nn.Linear], ids=["whole", "linears"])
-def test_every_rank_starts_with_rank_0s_buffers(
-    implementation: Implementation, world: World, units: type[nn.Module] | None, device: str
-) -> None:
-    assert_none(world.run(buffers_on_rank, implementation, units, device))
-
-
-def names_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_names_are_the_unwrapped_modules(implementation: Implementation, device: str) -> str:
     plain = make(Deep, 0, device)
-    model = wrap(implementation, make(Deep, 0, device), wrap=LINEARS)
+    model = wrap(implementation, make(Deep, 0, device))
     expected, found = parameters_of(plain), full(model)
     if extra := [name for name in found if name not in expected]:
         return f"gather_full_parameters() has {extra[0]!r}; the module's names are {', '.join(expected)}"
     return as_expected("the gathered", found, expected, tolerance=0)
 
 
-def test_names_are_the_unwrapped_modules(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(names_on_rank, implementation, device))
-
-
-def classes_on_rank(implementation: Implementation, device: str) -> str:
-    model = wrap(implementation, make(Deep, 0, device), wrap=LINEARS)
+@on_every_rank
+def test_modules_keep_their_classes(implementation: Implementation, device: str) -> str:
+    """Wrappers may insert modules around the user's."""
+    model = wrap(implementation, make(Deep, 0, device))
     found = list(model.module.modules())
     for kind in {type(part) for part in Deep().modules()}:
         before = sum(isinstance(part, kind) for part in Deep().modules())
@@ -124,14 +115,11 @@ def classes_on_rank(implementation: Implementation, device: str) -> str:
     return ""
 
 
-def test_modules_keep_their_classes(implementation: Implementation, world: World, device: str) -> None:
-    """Wrappers may insert modules around the user's."""
-    assert_none(world.run(classes_on_rank, implementation, device))
-
-
-def forward_on_rank(implementation: Implementation, name: str, device: str) -> str:
+@pytest.mark.parametrize("name", ODD_MODULES)
+@on_every_rank
+def test_forward_computes_with_the_full_parameters(implementation: Implementation, name: str, device: str) -> str:
     kind = ODD_MODULES[name]
-    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=LINEARS)
+    model, plain = both(implementation, kind, device)
     x, _ = own_batch(0, device)
     before = x.clone()
     with torch.no_grad():
@@ -140,31 +128,21 @@ def forward_on_rank(implementation: Implementation, name: str, device: str) -> s
 
 
 @pytest.mark.parametrize("name", ODD_MODULES)
-def test_forward_computes_with_the_full_parameters(
-    implementation: Implementation, world: World, name: str, device: str
-) -> None:
-    assert_none(world.run(forward_on_rank, implementation, name, device))
-
-
+@on_every_rank
 @poisoned
-def one_step_on_rank(implementation: Implementation, name: str, device: str) -> str:
-    kind = ODD_MODULES[name]
-    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=LINEARS)
-    whole_backward(plain, 0, device)
-    backward(model, 0, device)
-    model.finish_gradient_synchronization()
-    return as_expected("the mean over the ranks of the gradient of", averaged_gradients(model), gradients_of(plain))
-
-
-@pytest.mark.parametrize("name", ODD_MODULES)
 def test_one_step_applies_the_mean_of_the_ranks_gradients(
-    implementation: Implementation, world: World, name: str, device: str
-) -> None:
-    assert_none(world.run(one_step_on_rank, implementation, name, device))
+    implementation: Implementation, name: str, device: str
+) -> str:
+    kind = ODD_MODULES[name]
+    model, plain = both(implementation, kind, device)
+    whole_backward(plain, 0, device)
+    synchronized_backward(model, 0, device)
+    return gradients_as_expected("the mean over the ranks of the gradient of", model, plain)
 
 
-def shapes_on_rank(implementation: Implementation, device: str) -> str:
-    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "wrap": LINEARS}
+@on_every_rank
+def test_each_gradient_has_the_shape_and_dtype_of_its_shard(implementation: Implementation, device: str) -> str:
+    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     model = wrap(implementation, make(Odd, 0, device, torch.float64), **options)
     x, _ = own_batch(0, device)
     model(x).sum().backward()
@@ -180,15 +158,10 @@ def shapes_on_rank(implementation: Implementation, device: str) -> str:
     return ""
 
 
-def test_each_gradient_has_the_shape_and_dtype_of_its_shard(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(shapes_on_rank, implementation, device))
-
-
+@on_every_rank
 @poisoned
-def input_gradient_on_rank(implementation: Implementation, device: str) -> str:
-    plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
+def test_an_inputs_gradient_is_the_ranks_own(implementation: Implementation, device: str) -> str:
+    model, plain = both(implementation, Odd, device)
     x, y = own_batch(0, device)
     mine, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
     loss(model, mine, y).backward()
@@ -198,10 +171,6 @@ def input_gradient_on_rank(implementation: Implementation, device: str) -> str:
         return "the input requires a gradient and got none"
     assert expected.grad is not None
     return as_expected("this rank's own gradient of", {"the input": mine.grad}, {"the input": expected.grad})
-
-
-def test_an_inputs_gradient_is_the_ranks_own(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(input_gradient_on_rank, implementation, device))
 
 
 class Arguments(nn.Module):
@@ -217,8 +186,9 @@ class Arguments(nn.Module):
         return {"hidden": hidden, "more": (hidden.sum(), len(tokens)), "nothing": None}
 
 
-def arguments_on_rank(implementation: Implementation, device: str) -> str:
-    plain, model = make(Arguments, 0, device), wrap(implementation, make(Arguments, 0, device), wrap=LINEARS)
+@on_every_rank
+def test_arguments_and_outputs_are_the_modules_own(implementation: Implementation, device: str) -> str:
+    model, plain = both(implementation, Arguments, device)
     tokens, (x, _) = torch.tensor([0, 3, 6], device=device), batch(0, 1, device)  # equal on every rank
     found, expected = (each(tokens, (x, 0.5), scale=x.abs()) for each in (model, plain))
     if not isinstance(found, dict) or list(found) != list(expected) or found["more"][1] != 3:
@@ -227,24 +197,7 @@ def arguments_on_rank(implementation: Implementation, device: str) -> str:
         (output["hidden"].square().mean() + output["more"][0]).backward()
     model.finish_gradient_synchronization()
     hidden = as_expected("the output", {"hidden": found["hidden"]}, {"hidden": expected["hidden"]})
-    return first([hidden, as_expected("the gradient of", averaged_gradients(model), gradients_of(plain))])
-
-
-def test_arguments_and_outputs_are_the_modules_own(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(arguments_on_rank, implementation, device))
-
-
-def train_on_rank(implementation: Implementation, name: str, device: str) -> dict[str, Tensor]:
-    model = wrap(implementation, module(name, dist.get_rank(), device), wrap=LINEARS)
-    optimizer = adam(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step, device)
-        model.finish_gradient_synchronization()
-        optimizer.step()
-    buffers = {name: local(buffer).cpu() for name, buffer in model.module.named_buffers()}
-    found = buffers | full(model)
-    return {name: found[name] for name in module(name, 0, "cpu").state_dict()}
+    return first([hidden, gradients_as_expected("the gradient of", model, plain)])
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -252,7 +205,7 @@ def test_twenty_steps_equal_a_single_process_on_the_whole_batch(
     implementation: Implementation, world: World, name: str, device: str
 ) -> None:
     expected = single_process(name, world.size, device)
-    ranks = world.run(train_on_rank, implementation, name, device)
+    ranks = world.run(trained, implementation, name, device)
     assert_none([as_expected(f"after {STEPS} steps,", found, expected) for found in ranks])
 
 

@@ -11,22 +11,21 @@ from correctness.fsdp.checks import (
     Odd,
     SGDs,
     as_expected,
-    assert_none,
     averaged_gradients,
+    both,
     first,
+    gradients_as_expected,
     gradients_of,
     make,
+    on_every_rank,
     poisoned,
     wrap,
 )
 from correctness.support.whole_batch import DIM, batch
 from impl.fsdp import by_type
 from shardmark.api import Implementation
-from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
-
-LINEARS = by_type(nn.Linear)
 
 FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "tuple": lambda a, b: (a, b),
@@ -69,9 +68,13 @@ class Forks(nn.Module):
         return {"tuple": tuples(x), "dict": dicts(x=x), "nested": nested({"x": x})}
 
 
+@pytest.mark.parametrize("units", [Fork, pytest.param(nn.Linear, marks=pytest.mark.judged)], ids=["forks", "linears"])
+@on_every_rank
 @poisoned
-def outputs_on_rank(implementation: Implementation, units: type[nn.Module], device: str) -> str:
-    plain, model = make(Forks, 0, device), wrap(implementation, make(Forks, 0, device), wrap=by_type(units))
+def test_a_loss_may_use_some_of_a_units_outputs(
+    implementation: Implementation, units: type[nn.Module], device: str
+) -> str:
+    model, plain = both(implementation, Forks, device, wrap=by_type(units))
     optimizers = SGDs(model, plain, lr=1.0)
     for form in FORMS:
         for used in ((0,), (1,), (0, 1)):
@@ -88,13 +91,6 @@ def outputs_on_rank(implementation: Implementation, units: type[nn.Module], devi
                 return problem
             optimizers.optimizers[1].step()
     return ""
-
-
-@pytest.mark.parametrize("units", [Fork, pytest.param(nn.Linear, marks=pytest.mark.judged)], ids=["forks", "linears"])
-def test_a_loss_may_use_some_of_a_units_outputs(
-    implementation: Implementation, world: World, units: type[nn.Module], device: str
-) -> None:
-    assert_none(world.run(outputs_on_rank, implementation, units, device))
 
 
 class Recording(nn.Module):
@@ -137,9 +133,13 @@ class Recording(nn.Module):
         return x * self.weight
 
 
-def recorded_on_rank(implementation: Implementation, compute: torch.dtype | None, device: str) -> str:
+@pytest.mark.parametrize("compute", [None, torch.bfloat16, torch.float16], ids=["none", "bfloat16", "float16"])
+@on_every_rank
+def test_floating_point_inputs_are_cast_wherever_they_are(
+    implementation: Implementation, compute: torch.dtype | None, device: str
+) -> str:
     inner = make(Recording, 0, device, torch.float32)
-    model = wrap(implementation, inner, compute_dtype=compute, wrap=LINEARS)
+    model = wrap(implementation, inner, compute_dtype=compute)
     x = torch.ones(2, DIM, device=device)
     rows, mask = torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device)
     positional = x, (x, {"wide": x.double()}), [x], {"name": x}
@@ -155,13 +155,6 @@ def recorded_on_rank(implementation: Implementation, compute: torch.dtype | None
     return "" if inner.seen else "the module's forward was not called"
 
 
-@pytest.mark.parametrize("compute", [None, torch.bfloat16, torch.float16], ids=["none", "bfloat16", "float16"])
-def test_floating_point_inputs_are_cast_wherever_they_are(
-    implementation: Implementation, world: World, compute: torch.dtype | None, device: str
-) -> None:
-    assert_none(world.run(recorded_on_rank, implementation, compute, device))
-
-
 def _double(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return tuple(2 * x for x in args), {name: 2 * x for name, x in kwargs.items()}
 
@@ -170,7 +163,10 @@ def _triple(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return 3 * output
 
 
-def hooks_on_rank(implementation: Implementation, when: str, keyword: bool, device: str) -> str:
+@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_every_rank
+def test_the_modules_own_hooks_run(implementation: Implementation, when: str, keyword: bool, device: str) -> str:
     """Hooks of the root and of an inner layer that change inputs and outputs."""
     plain, inner = make(Odd, 0, device), make(Odd, 0, device)
 
@@ -181,7 +177,7 @@ def hooks_on_rank(implementation: Implementation, when: str, keyword: bool, devi
 
     if when == "before":
         register(inner)
-    model = wrap(implementation, inner, wrap=LINEARS)
+    model = wrap(implementation, inner)
     if when == "after":
         register(model.module)
     register(plain)
@@ -192,12 +188,4 @@ def hooks_on_rank(implementation: Implementation, when: str, keyword: bool, devi
     model.finish_gradient_synchronization()
     where = f"with hooks registered {when} the module is wrapped, the"
     output = as_expected(where, {"output": found.detach()}, {"output": expected.detach()})
-    return first([output, as_expected(f"{where} gradient of", averaged_gradients(model), gradients_of(plain))])
-
-
-@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_the_modules_own_hooks_run(
-    implementation: Implementation, world: World, when: str, keyword: bool, device: str
-) -> None:
-    assert_none(world.run(hooks_on_rank, implementation, when, keyword, device))
+    return first([output, gradients_as_expected(f"{where} gradient of", model, plain)])

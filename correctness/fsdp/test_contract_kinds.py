@@ -10,29 +10,29 @@ from torch.distributed.tensor import DTensor
 
 from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.fsdp.checks import (
-    UNSUPPORTED,
     SGDs,
     as_expected,
     assert_none,
     averaged_gradients,
-    backward,
+    both,
     full,
+    gradients_as_expected,
     gradients_of,
     make,
-    own_batch,
+    on_every_rank,
+    parameters_as_expected,
     parameters_of,
     poisoned,
+    synchronized_backward,
     whole_backward,
     wrap,
 )
-from correctness.support.whole_batch import DIM, TiedAndFrozen, batch, loss
+from correctness.support.whole_batch import DIM, TiedAndFrozen, batch, loss, own_batch
 from impl.fsdp import by_type, whole
-from shardmark.api import Implementation
+from shardmark.api import Implementation, Unsupported
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
-
-LINEARS = by_type(nn.Linear)
 
 
 class Skipping(nn.Module):
@@ -49,10 +49,11 @@ class Skipping(nn.Module):
         return self.last(x if skip else self.perhaps(x).tanh())
 
 
+@on_every_rank
 @poisoned
-def unused_on_rank(implementation: Implementation, device: str) -> str:
+def test_an_unused_parameter_gets_no_gradient_and_stops_nothing(implementation: Implementation, device: str) -> str:
     """Take a step that uses all layers, one that skips a layer, and one that uses all again."""
-    plain, model = make(Skipping, 0, device), wrap(implementation, make(Skipping, 0, device), wrap=LINEARS)
+    model, plain = both(implementation, Skipping, device)
     optimizers = SGDs(plain, model)
     for step, skip in enumerate((False, True, False)):
         optimizers.zero_grad()
@@ -62,15 +63,9 @@ def unused_on_rank(implementation: Implementation, device: str) -> str:
         loss(lambda rows, skip=skip: plain(rows, skip=skip), *batch(step, dist.get_world_size(), device)).backward()
         optimizers.step()
         when = "which left a layer out, parameter" if skip else "parameter"
-        if problem := as_expected(f"after step {step + 1}, {when}", full(model), parameters_of(plain)):
+        if problem := parameters_as_expected(f"after step {step + 1}, {when}", model, plain):
             return problem
     return ""
-
-
-def test_an_unused_parameter_gets_no_gradient_and_stops_nothing(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(unused_on_rank, implementation, device))
 
 
 class Either(nn.Module):
@@ -87,11 +82,14 @@ class Either(nn.Module):
         return self.layer(x * either[which])
 
 
+@on_every_rank
 @poisoned
-def one_ranks_on_rank(implementation: Implementation, device: str) -> str:
-    plain, model = make(Either, 0, device), wrap(implementation, make(Either, 0, device), wrap=whole)
+def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others(
+    implementation: Implementation, device: str
+) -> str:
+    model, plain = both(implementation, Either, device, wrap=whole)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return f"{UNSUPPORTED}DTensors are reduced one by one, so every rank must have each gradient"
+        raise Unsupported("DTensors are reduced one by one, so every rank must have each gradient")
     ranks = dist.get_world_size()
     x, y = batch(0, ranks, device)
     for rank in range(ranks):
@@ -100,18 +98,11 @@ def one_ranks_on_rank(implementation: Implementation, device: str) -> str:
     x, y = own_batch(0, device)
     (model(x, min(dist.get_rank(), 1)) - y).square().mean().backward()
     model.finish_gradient_synchronization()
-    return as_expected(
-        "where some ranks do not use it, the gradient of", averaged_gradients(model), gradients_of(plain)
-    )
+    return gradients_as_expected("where some ranks do not use it, the gradient of", model, plain)
 
 
-def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(one_ranks_on_rank, implementation, device))
-
-
-def frozen_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_frozen_parameters_have_no_gradient_and_do_not_change(implementation: Implementation, device: str) -> str:
     """Step AdamW over all parameters: its weight decay would change a frozen one that has a zero gradient."""
     frozen = ("frozen.weight", "frozen.bias")
     model = wrap(implementation, make(TiedAndFrozen, 0, device), wrap=whole)
@@ -120,8 +111,7 @@ def frozen_on_rank(implementation: Implementation, device: str) -> str:
     trainable = [p for p in model.parameters() if p.requires_grad]
     if len(list(model.parameters())) == count + len(frozen) and len(trainable) != count:
         return f"{len(trainable)} parameters require a gradient, expected {count}"
-    backward(model, 0, device)
-    model.finish_gradient_synchronization()
+    synchronized_backward(model, 0, device)
     if any(p.grad is not None for p in model.parameters() if not p.requires_grad):
         return "a frozen parameter has a gradient, expected None"
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
@@ -129,29 +119,19 @@ def frozen_on_rank(implementation: Implementation, device: str) -> str:
     return as_expected("after a step, the frozen", {n: found[n] for n in frozen}, {n: start[n] for n in frozen}, 0)
 
 
-def test_frozen_parameters_have_no_gradient_and_do_not_change(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(frozen_on_rank, implementation, device))
-
-
-def tied_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_tied_parameters_stay_one(implementation: Implementation, device: str) -> str:
     """All names of a tied parameter have equal values, before and after steps with the sum of both gradients."""
-    plain, model = make(TiedAndFrozen, 0, device), wrap(implementation, make(TiedAndFrozen, 0, device), wrap=whole)
-    if problem := as_expected("at the start, the gathered", full(model), parameters_of(plain), tolerance=0):
+    model, plain = both(implementation, TiedAndFrozen, device, wrap=whole)
+    if problem := parameters_as_expected("at the start, the gathered", model, plain, tolerance=0):
         return problem
     whole_backward(plain, 0, device)
-    backward(model, 0, device)
-    model.finish_gradient_synchronization()
+    synchronized_backward(model, 0, device)
     found = averaged_gradients(model)
     same = torch.equal(found["embed.weight"], found["tied.weight"])
     return as_expected("tied to another, the gradient of", found, gradients_of(plain)) or (
         "" if same else "embed.weight and tied.weight are one parameter and got different gradients"
     )
-
-
-def test_tied_parameters_stay_one(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(tied_on_rank, implementation, device))
 
 
 class Shift(nn.Module):
@@ -178,12 +158,11 @@ class Shifts(nn.Module):
 
 @poisoned
 def many_on_rank(implementation: Implementation, count: int, of: str, device: str) -> str:
-    kind, units = partial(Shifts, count), by_type(Shift) if of == "units" else whole
-    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=units)
+    units = by_type(Shift) if of == "units" else whole
+    model, plain = both(implementation, partial(Shifts, count), device, wrap=units)
     whole_backward(plain, 0, device)
-    backward(model, 0, device)
-    model.finish_gradient_synchronization()
-    return as_expected(f"of {count} {of}, the gradient of", averaged_gradients(model), gradients_of(plain))
+    synchronized_backward(model, 0, device)
+    return gradients_as_expected(f"of {count} {of}, the gradient of", model, plain)
 
 
 @pytest.mark.examples(1, 3, 6)

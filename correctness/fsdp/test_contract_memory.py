@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from correctness.fsdp.checks import SGDs, local, wrap
-from impl.fsdp import by_type
 from shardmark.api import Implementation
 from shardmark.meter.memory import meter
 from shardmark.ranks.world import World
@@ -17,7 +16,6 @@ from shardmark.ranks.world import World
 pytestmark = pytest.mark.family("fsdp")
 
 WIDTH, LAYERS = 120, 6
-LINEARS = by_type(nn.Linear)
 TOTAL = 4 * LAYERS * (WIDTH + 1) * WIDTH
 """Bytes of the model in float32."""
 SLACK = 0.1
@@ -34,7 +32,7 @@ def one_layer(device: str) -> nn.Sequential:
 
 
 def elements_on_rank(implementation: Implementation, device: str) -> int:
-    model = wrap(implementation, layers(device), wrap=LINEARS)
+    model = wrap(implementation, layers(device))
     return sum(local(parameter).numel() for parameter in model.parameters())
 
 
@@ -55,7 +53,7 @@ def held_on_rank(implementation: Implementation, make: Callable[[str], nn.Module
     """Bytes live after wrapping and after steps; leaks of several steps add up."""
     x = torch.ones(1, WIDTH, device=device)
     with meter(device) as memory:
-        model = wrap(implementation, make(device), wrap=LINEARS)
+        model = wrap(implementation, make(device))
         memory.mark("once the module is wrapped")
         optimizers = SGDs(model)
         for _ in range(4):
@@ -110,7 +108,7 @@ def between_on_rank(implementation: Implementation, options: dict[str, Any], dev
     """Bytes live between forward and backward of a second step."""
     x = torch.ones(1, WIDTH, device=device)
     with meter(device) as memory:
-        model = wrap(implementation, layers(device), wrap=LINEARS, **options)
+        model = wrap(implementation, layers(device), **options)
         for _ in range(2):
             squares = model(x).square().mean()
             memory.mark(BETWEEN)
@@ -150,7 +148,7 @@ def train(model: Any, x: torch.Tensor) -> None:
 def reachable_on_rank(implementation: Implementation, event: str, device: str) -> int:
     """Bytes of the storages behind parameters() and their gradients, each counted once."""
     x = torch.ones(1, WIDTH, device=device)
-    model = wrap(implementation, layers(device), wrap=LINEARS)
+    model = wrap(implementation, layers(device))
     train(model, x)
     if event == "after clipping" and hasattr(model, "clip_grad_norm_"):
         model.clip_grad_norm_(0.1)

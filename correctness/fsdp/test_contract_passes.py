@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from correctness.fsdp.checks import (
-    UNSUPPORTED,
     Odd,
     SGDs,
     as_expected,
@@ -17,32 +16,30 @@ from correctness.fsdp.checks import (
     assert_none,
     averaged_gradients,
     backward,
+    both,
     contains,
     first,
     full,
+    gradients_as_expected,
     gradients_of,
     make,
-    own_batch,
+    on_every_rank,
+    parameters_as_expected,
     parameters_of,
+    synchronized_backward,
     whole_backward,
     wrap,
 )
-from correctness.support.whole_batch import DIM, UsedTwice, batch, loss
-from impl.fsdp import by_type
-from shardmark.api import Implementation
+from correctness.support.whole_batch import DIM, UsedTwice, batch, loss, own_batch
+from shardmark.api import Implementation, Unsupported
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 
-LINEARS = by_type(nn.Linear)
 
-
-def both(implementation: Implementation, kind: Any, device: str) -> tuple[Any, nn.Module]:
-    """Make a sharded and an unsharded module with the same weights."""
-    return wrap(implementation, make(kind, 0, device), wrap=LINEARS), make(kind, 0, device)
-
-
-def accumulate_on_rank(implementation: Implementation, finish_each: bool, device: str) -> str:
+@pytest.mark.parametrize("finish_each", [False, True], ids=["finish_once", "finish_each"])
+@on_every_rank
+def test_several_backward_passes_add_up(implementation: Implementation, finish_each: bool, device: str) -> str:
     model, plain = both(implementation, Odd, device)
     each = []
     for step in range(3):
@@ -56,13 +53,6 @@ def accumulate_on_rank(implementation: Implementation, finish_each: bool, device
     return as_sum_of("of three backward passes, the gradient of", averaged_gradients(model), each)
 
 
-@pytest.mark.parametrize("finish_each", [False, True], ids=["finish_once", "finish_each"])
-def test_several_backward_passes_add_up(
-    implementation: Implementation, world: World, finish_each: bool, device: str
-) -> None:
-    assert_none(world.run(accumulate_on_rank, implementation, finish_each, device))
-
-
 def steps_on_rank(implementation: Implementation, zeroing: bool, device: str) -> str:
     """Take three SGD steps, with or without zero_grad() before each."""
     model, plain = both(implementation, Odd, device)
@@ -71,10 +61,9 @@ def steps_on_rank(implementation: Implementation, zeroing: bool, device: str) ->
         if zeroing:
             optimizers.zero_grad()
         whole_backward(plain, step, device)
-        backward(model, step, device)
-        model.finish_gradient_synchronization()
+        synchronized_backward(model, step, device)
         optimizers.step()
-        if problem := as_expected(f"after step {step + 1},", full(model), parameters_of(plain)):
+        if problem := parameters_as_expected(f"after step {step + 1},", model, plain):
             return problem
     return ""
 
@@ -87,11 +76,13 @@ def test_zero_grad_leaves_nothing_of_the_step_before(implementation: Implementat
     assert_none(world.run(steps_on_rank, implementation, True, device))
 
 
-def two_forwards_on_rank(implementation: Implementation, order: str, device: str) -> str:
+@pytest.mark.parametrize("order", ["together", "in_order", "reversed"])
+@on_every_rank
+def test_two_forwards_may_precede_their_backwards(implementation: Implementation, order: str, device: str) -> str:
     """Run two steps, as an implementation may predict a step from the one before."""
     model, plain = both(implementation, UsedTwice, device)
     if order != "together" and contains(model, FSDP1):
-        return f"{UNSUPPORTED}PyTorch's FSDP1 takes one backward for all forwards before it"
+        raise Unsupported("PyTorch's FSDP1 takes one backward for all forwards before it")
     optimizers = SGDs(model, plain, lr=1.0)
     for step in (0, 2):
         optimizers.zero_grad()
@@ -114,13 +105,6 @@ def two_forwards_on_rank(implementation: Implementation, order: str, device: str
     return ""
 
 
-@pytest.mark.parametrize("order", ["together", "in_order", "reversed"])
-def test_two_forwards_may_precede_their_backwards(
-    implementation: Implementation, world: World, order: str, device: str
-) -> None:
-    assert_none(world.run(two_forwards_on_rank, implementation, order, device))
-
-
 class Square(nn.Sequential):
     """A layer that may be applied to its own output."""
 
@@ -128,24 +112,22 @@ class Square(nn.Sequential):
         super().__init__(nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, DIM))
 
 
-def applied_twice_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_a_model_may_be_applied_to_its_own_output(implementation: Implementation, device: str) -> str:
     model, plain = both(implementation, Square, device)
     x, _ = batch(0, dist.get_world_size(), device)
     plain(plain(x)).square().mean().backward()
     x, _ = own_batch(0, device)
     model(model(x)).square().mean().backward()
     model.finish_gradient_synchronization()
-    return as_expected("of the model of the model, the gradient of", averaged_gradients(model), gradients_of(plain))
+    return gradients_as_expected("of the model of the model, the gradient of", model, plain)
 
 
-def test_a_model_may_be_applied_to_its_own_output(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(applied_twice_on_rank, implementation, device))
-
-
-def two_models_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_two_models_do_not_disturb_each_other(implementation: Implementation, device: str) -> str:
     """Two models of equal shapes: forward of both, backward of both, then steps of both."""
     seeds = (0, 1)
-    models = [wrap(implementation, make(Odd, seed, device), wrap=LINEARS) for seed in seeds]
+    models = [wrap(implementation, make(Odd, seed, device)) for seed in seeds]
     plains = [make(Odd, seed, device) for seed in seeds]
     optimizers = SGDs(*models, *plains)
     for step in range(2):
@@ -159,14 +141,10 @@ def two_models_on_rank(implementation: Implementation, device: str) -> str:
             model.finish_gradient_synchronization()
         optimizers.step()
     found = [
-        as_expected(f"of two models, model {i + 1}'s", full(model), parameters_of(plain))
+        parameters_as_expected(f"of two models, model {i + 1}'s", model, plain)
         for i, (model, plain) in enumerate(zip(models, plains, strict=True))
     ]
     return first(found)
-
-
-def test_two_models_do_not_disturb_each_other(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(two_models_on_rank, implementation, device))
 
 
 def evaluate_on_rank(implementation: Implementation, within: bool, device: str) -> str:
@@ -192,7 +170,7 @@ def evaluate_on_rank(implementation: Implementation, within: bool, device: str) 
         forward.backward()
         model.finish_gradient_synchronization()
         optimizers.step()
-    return as_expected("after three steps with evaluation in between,", full(model), parameters_of(plain))
+    return parameters_as_expected("after three steps with evaluation in between,", model, plain)
 
 
 def _set_training(model: Any, plain: nn.Module, to: bool) -> None:
@@ -210,7 +188,12 @@ def test_evaluation_between_forward_and_backward_changes_nothing(
     assert_none(world.run(evaluate_on_rank, implementation, True, device))
 
 
-def copies_on_rank(implementation: Implementation, device: str) -> str:
+def _cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+@on_every_rank
+def test_gathered_parameters_are_copies(implementation: Implementation, device: str) -> str:
     """Keep what was gathered while the model trains, then write to a gathered copy: neither may affect the other."""
     model, plain = both(implementation, Odd, device)
     optimizers = SGDs(model, plain)
@@ -218,26 +201,24 @@ def copies_on_rank(implementation: Implementation, device: str) -> str:
     for step in range(2):
         optimizers.zero_grad()
         whole_backward(plain, step, device)
-        backward(model, step, device)
-        model.finish_gradient_synchronization()
+        synchronized_backward(model, step, device)
         optimizers.step()
         model.gather_full_parameters()
     kept = as_expected("gathered before training, then changed by it:", _cpu(gathered), before, tolerance=0)
     with torch.no_grad():
         for tensor in model.gather_full_parameters().values():
             tensor.fill_(7.0)
-    return kept or as_expected("after its gathered copy was written to,", full(model), parameters_of(plain))
+    return kept or parameters_as_expected("after its gathered copy was written to,", model, plain)
 
 
-def _cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
+def _step(model: Any, optimizers: SGDs, step: int, device: str) -> None:
+    optimizers.zero_grad()
+    synchronized_backward(model, step, device)
+    optimizers.step()
 
 
-def test_gathered_parameters_are_copies(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(copies_on_rank, implementation, device))
-
-
-def load_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_a_state_dict_loaded_brings_the_parameters_back(implementation: Implementation, device: str) -> str:
     """Load the state of two steps ago, and train on from there."""
     model, plain = both(implementation, Odd, device)
     if not isinstance(model, nn.Module):
@@ -255,17 +236,4 @@ def load_on_rank(implementation: Implementation, device: str) -> str:
         reference.zero_grad()
         whole_backward(plain, step, device)
         reference.step()
-    return as_expected("after load_state_dict() and two steps,", full(model), parameters_of(plain))
-
-
-def _step(model: Any, optimizers: SGDs, step: int, device: str) -> None:
-    optimizers.zero_grad()
-    backward(model, step, device)
-    model.finish_gradient_synchronization()
-    optimizers.step()
-
-
-def test_a_state_dict_loaded_brings_the_parameters_back(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(load_on_rank, implementation, device))
+    return parameters_as_expected("after load_state_dict() and two steps,", model, plain)

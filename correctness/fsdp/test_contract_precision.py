@@ -12,27 +12,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from correctness.fsdp.checks import (
     Odd,
     SGDs,
-    as_expected,
-    assert_none,
     averaged_gradients,
     full,
     gradients_of,
     local,
     make,
-    own_batch,
-    parameters_of,
+    on_every_rank,
+    parameters_as_expected,
     wrap,
 )
 from correctness.support.communication import recorded
-from correctness.support.whole_batch import DIM, batch
-from impl.fsdp import by_type
+from correctness.support.whole_batch import DIM, batch, own_batch
 from shardmark.api import Implementation
 from shardmark.meter.communication import Communication
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 
-LINEARS = by_type(nn.Linear)
 ELEMENTS = 64
 """Messages with at most this many elements are not gradients but facts about them, such as their norm."""
 GATHERS = ("all_gather", "broadcast", "gather", "scatter")
@@ -57,7 +53,7 @@ def _named(dtypes: set[torch.dtype]) -> str:
 
 def _float32(implementation: Implementation, device: str, **options: Any) -> tuple[Any, Tensor, Tensor]:
     """Make a sharded float32 module and this rank's batch."""
-    model = wrap(implementation, make(Wide, 0, device, torch.float32), wrap=LINEARS, **options)
+    model = wrap(implementation, make(Wide, 0, device, torch.float32), **options)
     x, y = own_batch(0, device)
     return model, x.float(), y.float()
 
@@ -156,10 +152,11 @@ def test_parameters_are_gathered_in_the_compute_dtype(
             return
 
 
-def stored_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, device: str) -> str:
     """Parameters with values that bfloat16 cannot hold, and a step so small that bfloat16 would round it away."""
     plain = make(Odd, 0, device, torch.float32)
-    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, "wrap": LINEARS}
+    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
     model = wrap(implementation, make(Odd, 0, device, torch.float32), **options)
     gathered = model.gather_full_parameters()
     for name, tensor in gathered.items():
@@ -168,7 +165,7 @@ def stored_on_rank(implementation: Implementation, device: str) -> str:
     for parameter in model.parameters():
         if parameter.dtype != torch.float32:
             return f"with compute_dtype=bfloat16 a shard is of {parameter.dtype}, and its own dtype is torch.float32"
-    if problem := as_expected("with compute_dtype=bfloat16, the stored", full(model), parameters_of(plain), 0):
+    if problem := parameters_as_expected("with compute_dtype=bfloat16, the stored", model, plain, 0):
         return problem
     x, _ = own_batch(0, device)
     model(x.float()).float().sum().backward()
@@ -186,11 +183,11 @@ def stored_on_rank(implementation: Implementation, device: str) -> str:
     return "" if any(step.any() for step in expected_steps.values()) else "a small step of the optimizer is lost"
 
 
-def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(stored_on_rank, implementation, device))
-
-
-def rounded_on_rank(implementation: Implementation, reduce: torch.dtype | None, device: str) -> str:
+@pytest.mark.parametrize("reduce", [None, torch.float32], ids=["reduced_in_bfloat16", "reduced_in_float32"])
+@on_every_rank
+def test_low_precision_errs_no_more_than_twice_as_much_as_one_process(
+    implementation: Implementation, reduce: torch.dtype | None, device: str
+) -> str:
     """Compare with float64: the error is at most twice that of an unsharded module in bfloat16."""
     ranks = dist.get_world_size()
     exact, rounded = make(Wide, 0, device), make(Wide, 0, device, torch.bfloat16)
@@ -202,7 +199,7 @@ def rounded_on_rank(implementation: Implementation, reduce: torch.dtype | None, 
         (rounded(x[rows].bfloat16()).double() - y[rows]).square().mean().backward()
         for name, gradient in gradients_of(rounded).items():
             sums[name] = sums.get(name, torch.zeros_like(gradient)) + gradient / ranks  # summed in bfloat16
-    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": reduce, "wrap": LINEARS}
+    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": reduce}
     model = wrap(implementation, make(Wide, 0, device, torch.float32), **options)
     x, y = own_batch(0, device)
     (model(x.float()).double() - y).square().mean().backward()
@@ -215,10 +212,3 @@ def rounded_on_rank(implementation: Implementation, reduce: torch.dtype | None, 
 
     allowed = 2 * (error(sums) + torch.finfo(torch.bfloat16).eps)
     return "" if error(found) <= allowed else f"relative error of a gradient {error(found):.2e}, allowed {allowed:.2e}"
-
-
-@pytest.mark.parametrize("reduce", [None, torch.float32], ids=["reduced_in_bfloat16", "reduced_in_float32"])
-def test_low_precision_errs_no_more_than_twice_as_much_as_one_process(
-    implementation: Implementation, world: World, reduce: torch.dtype | None, device: str
-) -> None:
-    assert_none(world.run(rounded_on_rank, implementation, reduce, device))

@@ -1,6 +1,7 @@
 """Contract between ranks: process groups, slow collectives, clipping, and modules that are refused."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,22 +20,24 @@ from correctness.fsdp.checks import (
     assert_none,
     averaged_gradients,
     backward,
+    both,
     full,
+    gradients_as_expected,
     gradients_of,
     make,
-    parameters_of,
+    parameters_as_expected,
     poisoned,
+    synchronized_backward,
     whole_backward,
     wrap,
 )
 from correctness.support.communication import delayed
-from impl.fsdp import by_type, whole
-from shardmark.api import Implementation
+from correctness.support.contracts import is_ours
+from impl.fsdp import whole
+from shardmark.api import Implementation, Unsupported
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
-
-LINEARS = by_type(nn.Linear)
 
 
 def in_groups(implementation: Implementation, groups: list[list[int]], device: str) -> str:
@@ -46,12 +49,11 @@ def in_groups(implementation: Implementation, groups: list[list[int]], device: s
             mine, first = group, ranks[0]
     problem = ""
     if mine is not None:
-        model = wrap(implementation, make(Odd, dist.get_rank(), device), process_group=mine, wrap=LINEARS)
+        model = wrap(implementation, make(Odd, dist.get_rank(), device), process_group=mine)
         plain = make(Odd, first, device)
-        problem = as_expected("the group's first rank's", full(model), parameters_of(plain), tolerance=0)
+        problem = parameters_as_expected("the group's first rank's", model, plain, tolerance=0)
         whole_backward(plain, 0, device, mine)
-        backward(model, 0, device, mine)
-        model.finish_gradient_synchronization()
+        synchronized_backward(model, 0, device, mine)
         found, expected = averaged_gradients(model), gradients_of(plain)
         problem = problem or as_expected("the mean over the group's ranks of the gradient of", found, expected)
     return problem
@@ -70,7 +72,7 @@ def test_groups_that_are_not_the_world(
 @poisoned
 def slow_on_rank(implementation: Implementation, slow: int, device: str) -> str:
     """Take two steps while one rank starts every collective late; uninitialized memory is NaN."""
-    plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
+    model, plain = both(implementation, Odd, device)
     optimizers = SGDs(plain, model)
     for step in range(2):
         optimizers.zero_grad()
@@ -79,7 +81,7 @@ def slow_on_rank(implementation: Implementation, slow: int, device: str) -> str:
             backward(model, step, device)
             model.finish_gradient_synchronization()
             optimizers.step()
-    return as_expected(f"where rank {slow} starts its collectives late,", full(model), parameters_of(plain))
+    return parameters_as_expected(f"where rank {slow} starts its collectives late,", model, plain)
 
 
 def test_collectives_may_be_slow(implementation: Implementation, world: World, device: str) -> None:
@@ -88,12 +90,11 @@ def test_collectives_may_be_slow(implementation: Implementation, world: World, d
 
 
 def same_on_rank(implementation: Implementation, device: str) -> dict[str, torch.Tensor]:
-    model = wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
+    model = wrap(implementation, make(Odd, 0, device))
     optimizers = SGDs(model)
     for step in range(2):
         optimizers.zero_grad()
-        backward(model, step, device)
-        model.finish_gradient_synchronization()
+        synchronized_backward(model, step, device)
         optimizers.step()
     return full(model)
 
@@ -105,17 +106,16 @@ def test_every_rank_gathers_the_same_parameters(implementation: Implementation, 
 
 def clip_on_rank(implementation: Implementation, name: str, max_norm: float, device: str) -> str:
     kind = ODD_MODULES[name]
-    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=whole)
+    model, plain = both(implementation, kind, device, wrap=whole)
     if not hasattr(model, "clip_grad_norm_"):
-        return "unsupported: it has no clip_grad_norm_(), which may be left out"
+        raise Unsupported("it has no clip_grad_norm_(), which may be left out")
     whole_backward(plain, 0, device)
-    backward(model, 0, device)
-    model.finish_gradient_synchronization()
+    synchronized_backward(model, 0, device)
     norm = float(model.clip_grad_norm_(max_norm))
     expected = float(nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
     if abs(norm - expected) > 1e-12 * expected:
         return f"clip_grad_norm_() returns {norm:.6g}, and the norm of all gradients over all ranks is {expected:.6g}"
-    return as_expected(f"clipped to {max_norm}, the gradient of", averaged_gradients(model), gradients_of(plain))
+    return gradients_as_expected(f"clipped to {max_norm}, the gradient of", model, plain)
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 100.0], ids=["too_large", "small_enough"])
@@ -131,7 +131,7 @@ def clip_half_on_rank(implementation: Implementation, device: str) -> str:
     plain = nn.Sequential(nn.Linear(8, 8)).to(device, torch.float16)
     model = wrap(implementation, copy.deepcopy(plain), wrap=whole)
     if not hasattr(model, "clip_grad_norm_"):
-        return "unsupported: it has no clip_grad_norm_(), which may be left out"
+        raise Unsupported("it has no clip_grad_norm_(), which may be left out")
     for each in (plain, model):
         (64 * each(torch.ones(4, 8, dtype=torch.float16, device=device))).sum().backward()
     model.finish_gradient_synchronization()
@@ -140,7 +140,7 @@ def clip_half_on_rank(implementation: Implementation, device: str) -> str:
     )
     if not abs(norm - expected) <= 2e-3 * expected:
         return f"of float16 gradients clip_grad_norm_() returns {norm:.6g}, and their norm is {expected:.6g}"
-    return as_expected("the clipped gradient of", averaged_gradients(model), gradients_of(plain), tolerance=0.01)
+    return gradients_as_expected("the clipped gradient of", model, plain, tolerance=0.01)
 
 
 def test_a_norm_whose_square_float16_lacks_is_a_number(
@@ -169,6 +169,8 @@ def test_a_module_with_nothing_to_train_is_a_value_error(
     for without, frozen in world.run(nothing_to_train, implementation, device, deadline=HANG):
         for said, what in ((without, "no parameters"), (frozen, "frozen parameters alone")):
             assert said.startswith("ValueError"), f"a module with {what} must be a ValueError, and was {said}"
+            if is_ours(implementation):
+                assert said.endswith(" has no trainable parameters, so there is no gradient to average")
 
 
 def shard_again(implementation: Implementation, device: str) -> list[str]:
@@ -184,6 +186,9 @@ def test_a_wrapper_is_not_wrapped_again(
         assert wrapper.startswith("ValueError"), f"to wrap the wrapper must be a ValueError, and was {wrapper}"
         if not module.startswith("ValueError"):
             record_property("note", f"a module that is sharded already may be wrapped again: {module}")
+        if is_ours(implementation):
+            says = r"ValueError: this \w+ is sharded over ranks already(, at '[\w.]+')?: give it an unsharded module"
+            assert re.fullmatch(says, wrapper) and re.fullmatch(says, module)
 
 
 def different_on_rank(implementation: Implementation, what: str, device: str) -> str:
@@ -223,4 +228,5 @@ def test_ranks_with_different_modules_all_get_a_value_error(
             f"rank {rank} must raise ValueError, as {name} differs ({what}); it was {said}"
         )
         if name not in said:
+            assert not is_ours(implementation), said
             record_property("note", f"where the ranks' modules differ at {name} the error does not name it: {said}")

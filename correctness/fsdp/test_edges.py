@@ -1,16 +1,16 @@
-"""Full sharding in unusual cases: checkpointed activations, odd parameters, user errors, modules on meta."""
+"""Full sharding in unusual cases: checkpointed activations, odd parameters, modules on meta."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from correctness.fsdp.checks import as_expected, assert_none, gradients_as_expected, gradients_of, make, parameters_of
 from correctness.support.whole_batch import DIM
-from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
-from impl.fsdp.prefetch_order import Order
+from impl.fsdp import FullyShardedDataParallel, by_type, whole
 from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
 from impl.sharded_optimizer import ShardedOptimizer
 from shardmark.api import family
@@ -21,10 +21,10 @@ from shardmark.ranks.world import World
 class Blocks(nn.Module):
     """Four blocks that `impl.checkpointing` can checkpoint."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)).to(dtype) for _ in range(4)
+            nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)) for _ in range(4)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,18 +34,16 @@ class Blocks(nn.Module):
         return x
 
 
-def checkpointed_on_rank(name: str, device: str) -> None:
+def checkpointed_on_rank(name: str, device: str) -> str:
     """Units inside checkpointed blocks, and checkpointed blocks that are units; checkpointed before and after
     sharding."""
     x = torch.ones(3, DIM, dtype=torch.float64, device=device)
-    torch.manual_seed(0)
-    plain = Blocks().to(device)
+    plain = make(Blocks, 0, device)
     plain(x).sum().backward()
     policy = family("checkpointing").implementations[name].target
     for wrap in (by_type(nn.Linear), by_type(nn.Sequential), whole):
         for checkpoint_first in (True, False):
-            module = Blocks().to(device)
-            module.load_state_dict(plain.state_dict())
+            module = make(Blocks, 0, device)
             model = FullyShardedDataParallel(policy(module) if checkpoint_first else module, wrap=wrap)
             if not checkpoint_first:
                 policy(model.module)
@@ -54,16 +52,14 @@ def checkpointed_on_rank(name: str, device: str) -> None:
                 model(x).sum().backward()
                 model.finish_gradient_synchronization()
             assert all(not flat.gathered for unit in model.units for flat in unit.flats)
-            before = model.gather_full_parameters()
-            torch.optim.SGD(model.parameters(), lr=1.0).step()
-            for key, value in model.gather_full_parameters().items():
-                gradient = plain.get_parameter(key).grad
-                torch.testing.assert_close(before[key] - value, gradient, rtol=1e-12, atol=1e-12)
+            if problem := gradients_as_expected("checkpointed, the gradient of", model, plain):
+                return problem
+    return ""
 
 
 @pytest.mark.parametrize("name", ["full", "selective"])
 def test_activation_checkpointing_within_and_around_units_changes_nothing(world: World, name: str, device: str) -> None:
-    world.run(checkpointed_on_rank, name, device)
+    assert_none(world.run(checkpointed_on_rank, name, device))
 
 
 class Mixed(nn.Module):
@@ -107,76 +103,6 @@ def test_dtypes_mix_shards_may_be_empty_and_the_optimizer_may_come_first(world: 
     world.run(odd_ones_on_rank, device)
 
 
-def wrong_uses_on_rank(device: str) -> list[str]:
-    """Return the error of each wrong use on this rank; all ranks make the same mistake or get the same error."""
-    last = dist.get_rank() == dist.get_world_size() - 1
-    said = []
-
-    def attempt(function: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-            said.append("nothing")
-        except (ValueError, RuntimeError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-
-    attempt(FullyShardedDataParallel, nn.Sequential(nn.Linear(4, 5 if last else 4)).to(device))
-    attempt(FullyShardedDataParallel, nn.Linear(4, 4).requires_grad_(False).to(device))
-    model = FullyShardedDataParallel(nn.Linear(4, 4).to(device))
-    optimizer = torch.optim.SGD(model.parameters())
-    model(torch.ones(1, 4, device=device)).sum().backward()
-    attempt(optimizer.step)
-    attempt(torch.optim.SGD([nn.Parameter(torch.ones(1))]).step)  # another model's optimizer may step
-    model.finish_gradient_synchronization()
-    attempt(optimizer.step)
-    attempt(FullyShardedDataParallel, nn.Linear(4, 4), compute_dtype=torch.int32)
-    attempt(FullyShardedDataParallel, nn.Linear(4, 4), forward_prefetch=-1)
-    attempt(FullyShardedDataParallel, nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), wrap=by_type(nn.ModuleList))
-    attempt(FullyShardedDataParallel, nn.Linear(4, 4), wrap=lambda module: [nn.Linear(1, 1)])
-    with torch.device("meta"):
-        attempt(FullyShardedDataParallel, Mixed())
-    return said
-
-
-def test_wrong_uses_are_one_line_on_every_rank(world: World, device: str) -> None:
-    for said in world.run(wrong_uses_on_rank, device):
-        differ, *rest = said
-        assert world.size == 1 or differ.startswith("ValueError: the ranks' modules differ at '0.weight'")
-        for line, wanted in zip(
-            rest,
-            [
-                "ValueError: Linear has no trainable parameters",
-                "RuntimeError: optimizer.step() before finish_gradient_synchronization()",
-                "nothing",
-                "nothing",
-                "ValueError: compute_dtype is a floating-point dtype or None, got torch.int32",
-                "ValueError: forward_prefetch is how many units to prefetch, from 0 on, got -1",
-                "ValueError: a ModuleList has no forward, so it cannot be a unit",
-                "ValueError: the wrapping policy chose a Linear that is not part of the module",
-                "ValueError: a Mixed on the meta device has no reset_parameters()",
-            ],
-            strict=True,
-        ):
-            assert line.startswith(wanted) and "\n" not in line
-
-
-def clip_halves_on_rank(device: str) -> tuple[float, float]:
-    """Clip float16 gradients whose squares overflow float16. Return the norm, and the sum of the clipped gradients."""
-    model = FullyShardedDataParallel(nn.Linear(4, 4, bias=False).to(device, torch.float16))
-    model(torch.full((1, 4), 128.0, device=device, dtype=torch.float16)).sum().backward()
-    model.finish_gradient_synchronization()
-    norm = model.clip_grad_norm_(4.0).item()
-    return norm, sum(p.grad.float().sum().item() for p in model.parameters())
-
-
-def test_half_precision_gradients_of_large_norm_are_clipped_and_not_lost(world: World, device: str) -> None:
-    ranks = world.run(clip_halves_on_rank, device)
-    # Rounding in float32: each rank's root to one ulp, squares and sums to half an ulp.
-    rounded = (2 + world.size / 4) * torch.finfo(torch.float32).eps
-    assert [norm for norm, _ in ranks] == pytest.approx([128.0 * 4] * world.size, rel=rounded)
-    # each clipped gradient is exactly 1 in float16, whatever those roundings
-    assert sum(clipped for _, clipped in ranks) == 16.0
-
-
 def made_from_meta_on_rank(device: str) -> tuple[int, int, int, list[str], list[float]]:
     """Materialize a meta model unit by unit. Return peak and final bytes, full size, names left on meta, deviations."""
     size = MLPSize(64, 6, vocab=96)
@@ -207,66 +133,19 @@ def test_a_meta_module_is_made_unit_by_unit_and_never_held_whole(world: World, d
         assert ranks[0][4] == [embedding, linear, norm]
 
 
-def test_policies_choose_units() -> None:
-    model = MLPLanguageModel(MLPSize(4, 2, vocab=8))
-    types = by_type(MLPBlock, nn.Linear)(model)
-    assert types == [*model.blocks, model.output]
-    assert by_type(nn.Linear)(model) == [b for block in model.blocks for b in (block.w1, block.w2)] + [model.output]
-    assert by_size(70)(model) == [model.blocks[0].w1, model.blocks[1].w1]
-    assert by_size(100)(model) == [*model.blocks]
-    assert whole(model) == []
-    for wrong in (lambda: by_type(), lambda: by_type(3), lambda: by_size(0), lambda: by_size("a")):
-        with pytest.raises(ValueError, match="takes"):
-            wrong()
-
-
-def test_units_are_foretold_in_the_order_of_the_step_before() -> None:
-    _, second, third = units = [object() for _ in range(3)]
-    order = Order("forward_prefetch", 2)
-    assert [order.next_after(unit) for unit in units] == [[], [], []]
-    order.begin()
-    assert [order.next_after(unit) for unit in units] == [[second, third], [third], []]
-    order.begin()
-    assert order.next_after(third) == [], "a step unlike the last foretells nothing"
-
-
-def applied_to_its_own_output_on_rank(device: str) -> None:
+def applied_to_its_own_output_on_rank(device: str) -> str:
     """The backward of one call must not free what that of the other call is about to read."""
-    torch.manual_seed(0)
-    plain = nn.Linear(DIM, DIM).double().to(device)
-    layer = nn.Linear(DIM, DIM).double().to(device)
-    layer.load_state_dict(plain.state_dict())
+    layer, plain = (make(partial(nn.Linear, DIM, DIM), 0, device) for _ in range(2))
     model = FullyShardedDataParallel(nn.Sequential(layer, layer, layer), wrap=by_type(nn.Linear))
     x = torch.ones(2, DIM, dtype=torch.float64, device=device)
-    plain(plain(plain(x))).square().sum().backward()
-    model(x).square().sum().backward()
+    for each in (nn.Sequential(plain, plain, plain), model):
+        each(x).square().sum().backward()
     model.finish_gradient_synchronization()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    torch.optim.SGD(plain.parameters(), lr=1.0).step()
-    torch.testing.assert_close(model.gather_full_parameters()["2.weight"], plain.weight.detach())
+    return gradients_as_expected("the gradient of", model, nn.Sequential(plain))
 
 
 def test_a_unit_may_be_applied_to_its_own_output(world: World, device: str) -> None:
-    world.run(applied_to_its_own_output_on_rank, device)
-
-
-def clip_one_element(device: str) -> tuple[str, float]:
-    """Return the error of clipping before synchronization, and the norm of a gradient that one rank alone holds."""
-    model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False).double().to(device))
-    model(torch.full((1, 1), 3.0, dtype=torch.float64, device=device)).sum().backward()
-    try:
-        model.clip_grad_norm_(1.0)
-        said = "nothing"
-    except RuntimeError as error:
-        said = str(error)
-    model.finish_gradient_synchronization()
-    return said, model.clip_grad_norm_(1.0).item()
-
-
-def test_clipping_counts_ranks_without_elements_and_waits_for_synchronization(pair: World, device: str) -> None:
-    for said, norm in pair.run(clip_one_element, device):
-        assert said == "clip_grad_norm_() before finish_gradient_synchronization()"
-        assert norm == 3.0
+    assert_none(world.run(applied_to_its_own_output_on_rank, device))
 
 
 @dataclass
@@ -280,7 +159,7 @@ class Caching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(DIM, DIM, dtype=torch.float64)
+        self.layer = nn.Linear(DIM, DIM)
 
     def forward(self, given: Found, cache: dict[str, Any]) -> Found:
         hidden = self.layer(given.hidden) + given.more[0]
@@ -300,13 +179,10 @@ class Cached(nn.Module):
         return found
 
 
-def cached_on_rank(device: str) -> None:
+def cached_on_rank(device: str) -> str:
     x = torch.ones(3, DIM, dtype=torch.float64, device=device)
-    torch.manual_seed(0)
-    plain = Cached().to(device)
-    module = Cached().to(device)
-    module.load_state_dict(plain.state_dict())
-    model = FullyShardedDataParallel(module, wrap=by_type(Caching))
+    plain = make(Cached, 0, device)
+    model = FullyShardedDataParallel(make(Cached, 0, device), wrap=by_type(Caching))
     for use in (lambda found: found.hidden, lambda found: found.more[0]):
         model.zero_grad()
         plain.zero_grad()
@@ -315,15 +191,14 @@ def cached_on_rank(device: str) -> None:
             use(each(x, cache)).square().sum().backward()
             assert list(cache) == ["call 0", "call 1", "call 2"], f"{type(each).__name__} left {list(cache)}"
         model.finish_gradient_synchronization()
-        shards = torch.cat([p.grad.flatten() for p in model.parameters()])
-        gathered = [torch.empty_like(shards) for _ in range(dist.get_world_size())]
-        dist.all_gather_object(gathered, shards)
-        found, expected = torch.cat(gathered).sum(), torch.cat([p.grad.flatten() for p in plain.parameters()]).sum()
-        torch.testing.assert_close(found, expected)
+        if problem := gradients_as_expected("the gradient of", model, plain):
+            return problem
+        plain.load_state_dict(model.gather_full_parameters())  # the check of the gradients took a step
+    return ""
 
 
 def test_units_take_and_return_dataclasses_and_write_into_what_they_are_given(world: World, device: str) -> None:
-    world.run(cached_on_rank, device)
+    assert_none(world.run(cached_on_rank, device))
 
 
 class Added(nn.Module):
@@ -331,38 +206,35 @@ class Added(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.rand(4 * DIM, dtype=torch.float64))
+        self.table = nn.Parameter(torch.rand(4 * DIM))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.table.view(4, DIM)
 
 
-def shared_gradient_on_rank(kind: str, device: str) -> None:
+class WithAdded(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(DIM, DIM), Added())
+
+
+def shared_gradient_on_rank(kind: str, device: str) -> str:
     """Put a layer before the unit: its backward runs while the unit's gradient is being reduced."""
     x = torch.rand(4, DIM, dtype=torch.float64, device=device, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(DIM, DIM, dtype=torch.float64), Added()).to(device)
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(DIM, DIM, dtype=torch.float64), Added()).to(device)
-    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    module, plain = (make(WithAdded, 0, device) for _ in range(2))
+    before = parameters_of(plain)
     plain(x).square().sum().backward()
     if kind == "fsdp":
         model = FullyShardedDataParallel(module, wrap=by_type(nn.Linear, Added))
         model(x).square().sum().backward()
         model.finish_gradient_synchronization()
-        torch.optim.SGD(model.parameters(), lr=1.0).step()
-        found = model.gather_full_parameters()
-    else:
-        optimizer = ShardedOptimizer(
-            module.parameters(), torch.optim.SGD, average_gradients=True, bucket_mb=1e-6, lr=1.0
-        )
-        module(x).square().sum().backward()
-        optimizer.step()
-        found = {name: p.detach() for name, p in module.named_parameters()}
-    for name, p in plain.named_parameters():
-        torch.testing.assert_close(found[name], before[name] - p.grad, msg=lambda m, n=name: f"{n}: {m}")
+        return gradients_as_expected("the gradient of", model, plain)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, average_gradients=True, bucket_mb=1e-6, lr=1.0)
+    module(x).square().sum().backward()
+    optimizer.step()
+    found = {name: before[name] - after for name, after in parameters_of(module).items()}
+    return as_expected("the gradient of", found, gradients_of(plain))
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "sharded_optimizer"])
 def test_a_gradient_that_other_nodes_still_read_is_not_overwritten(world: World, kind: str, device: str) -> None:
-    world.run(shared_gradient_on_rank, kind, device)
+    assert_none(world.run(shared_gradient_on_rank, kind, device))

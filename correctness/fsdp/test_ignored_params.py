@@ -9,15 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from correctness.fsdp.checks import (
+    LINEARS,
     Odd,
     SGDs,
     as_expected,
     assert_none,
-    averaged_gradients,
-    backward,
+    both,
     full,
-    gradients_of,
-    make,
+    gradients_as_expected,
+    on_every_rank,
+    synchronized_backward,
     whole_backward,
     wrap,
 )
@@ -25,12 +26,12 @@ from correctness.support.communication import recorded
 from correctness.support.whole_batch import (
     DIM,
     ONE_MODULE,
-    STEPS,
     adam,
     assert_equal_states,
     error_line,
     module,
     single_process,
+    train,
 )
 from impl.fsdp import FullyShardedDataParallel, by_type, norms_and_biases
 from impl.fsdp.checkpoint import load, save
@@ -39,7 +40,7 @@ from shardmark.api import Implementation
 from shardmark.plugin import WorldsBySize
 from shardmark.ranks.world import World
 
-OPTIONS: dict[str, Any] = {"wrap": by_type(nn.Linear), "ignored_params": norms_and_biases}
+OPTIONS: dict[str, Any] = {"wrap": LINEARS, "ignored_params": norms_and_biases}
 
 
 def every_second(module: nn.Module) -> list[nn.Parameter]:
@@ -56,12 +57,7 @@ def train_on_rank(implementation: Implementation, name: str, policy: str, device
     shapes = {key: p.shape for key, p in plain.named_parameters()}
     ignored = [key for key, p in plain.named_parameters() if any(p is q for q in POLICIES[policy](plain))]
     model = wrap(implementation, plain, **OPTIONS | {"ignored_params": POLICIES[policy]})
-    optimizer = adam(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step, device)
-        model.finish_gradient_synchronization()
-        optimizer.step()
+    train(model, adam(model), device, model.finish_gradient_synchronization)
     own = {key: p.detach() for key, p in model.module.named_parameters() if key in ignored}
     assert {key: p.shape for key, p in own.items()} == {key: shapes[key] for key in ignored}
     plain = module(name, 0, device)
@@ -79,21 +75,15 @@ def test_replicated_parameters_train_as_in_a_single_process(
     assert_equal_states(ranks, single_process(name, world.size, device))
 
 
-def clip_on_rank(implementation: Implementation, device: str) -> str:
-    plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), **OPTIONS)
+@pytest.mark.family("fsdp", option="ignored_params")
+@on_every_rank
+def test_a_gradient_that_every_rank_has_counts_once_in_the_norm(implementation: Implementation, device: str) -> str:
+    model, plain = both(implementation, Odd, device, **OPTIONS)
     whole_backward(plain, 0, device)
-    backward(model, 0, device)
-    model.finish_gradient_synchronization()
+    synchronized_backward(model, 0, device)
     norm = model.clip_grad_norm_(0.05).cpu()
     problem = as_expected("the returned", {"norm": norm}, {"norm": nn.utils.clip_grad_norm_(plain.parameters(), 0.05)})
-    return problem or as_expected("clipped, the gradient of", averaged_gradients(model), gradients_of(plain))
-
-
-@pytest.mark.family("fsdp", option="ignored_params")
-def test_a_gradient_that_every_rank_has_counts_once_in_the_norm(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(clip_on_rank, implementation, device))
+    return problem or gradients_as_expected("clipped, the gradient of", model, plain)
 
 
 def communicated_on_rank(implementation: Implementation, dtype: torch.dtype | None, device: str) -> list[str]:
@@ -124,8 +114,7 @@ def test_a_step_all_reduces_them_together_and_once(
 def save_on_rank(directory: Path, device: str) -> dict[str, Tensor]:
     model = FullyShardedDataParallel(module("plain", 0, device), **OPTIONS)
     optimizer = adam(model)
-    backward(model, 0, device)
-    model.finish_gradient_synchronization()
+    synchronized_backward(model, 0, device)
     optimizer.step()
     save(directory, model, optimizer)
     return full(model)

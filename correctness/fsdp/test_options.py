@@ -1,74 +1,45 @@
-"""Options and error messages of our own implementations, beyond the contract."""
+"""Options and error messages of our own implementations, beyond the contract; units and their prefetch order."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from correctness.fsdp.checks import backward, full, own_batch, wrap
-from correctness.support.whole_batch import ONE_MODULE, STEPS, adam, assert_equal_states, module, single_process
+from correctness.fsdp.checks import LINEARS, Odd, trained
+from correctness.support.whole_batch import ONE_MODULE, assert_equal_states, single_process
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
 from impl.fsdp.checkpoint import load, save
 from impl.fsdp.flat_parameters import Sharding
+from impl.fsdp.prefetch_order import Order
+from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
 from shardmark.api.registry import Implementation, check_contract, family
 from shardmark.ranks.world import World
 
 OURS = ("sharded_plain", "sharded", "sharded_kept")
-WRAPS = {"by_size": by_size(100), "whole": whole}
-LINEARS = by_type(nn.Linear)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "by_size": {"wrap": by_size(100)},
+    "whole": {"wrap": whole},
+    "two_ahead": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "kept_two_ahead": {"forward_prefetch": 2, "backward_prefetch": 0, "reshard_after_forward": False},
+    "offloaded": {"cpu_offload": True},
+}
 
 
-def train_on_rank(implementation: Implementation, name: str, device: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the full final state, under the unwrapped module's names."""
-    wrapping = WRAPS.get(options.get("wrap", ""), LINEARS)
-    model = wrap(implementation, module(name, dist.get_rank(), device), **options | {"wrap": wrapping})
-    optimizer = adam(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step, device)
-        model.finish_gradient_synchronization()
-        optimizer.step()
-    plain = module(name, 0, device)
-    found = dict(plain.named_buffers()) | full(model)
-    return {name: found[name].cpu() for name in plain.state_dict()}
+def train_on_rank(implementation: Implementation, name: str, device: str, option: str) -> dict[str, Tensor]:
+    return trained(implementation, name, device, **OPTIONS[option])
 
 
-def _assert_equals_a_single_process(
-    implementation: Implementation, world: World, name: str, device: str, **options: Any
-) -> None:
-    ranks = world.run(train_on_rank, implementation, name, device, options)
-    assert_equal_states(ranks, single_process(name, world.size, device))
-
-
-@pytest.mark.family("fsdp", only=OURS, option="wrap")
-@pytest.mark.parametrize("units", WRAPS)
-@pytest.mark.parametrize("name", ONE_MODULE)
-def test_units_of_any_size_give_the_same(
-    implementation: Implementation, world: World, name: str, units: str, device: str
-) -> None:
-    _assert_equals_a_single_process(implementation, world, name, device, wrap=units)
-
-
-@pytest.mark.family("fsdp", only=("sharded",))
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"forward_prefetch": 2, "backward_prefetch": 2},
-        {"forward_prefetch": 2, "backward_prefetch": 0, "reshard_after_forward": False},
-        {"cpu_offload": True},
-    ],
-    ids=["two_ahead", "kept_two_ahead", "offloaded"],
-)
+@pytest.mark.family("fsdp", only=OURS)
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ONE_MODULE)
 def test_every_option_gives_the_same(
-    implementation: Implementation, world: World, name: str, options: dict[str, Any], device: str
+    implementation: Implementation, world: World, name: str, option: str, device: str
 ) -> None:
-    _assert_equals_a_single_process(implementation, world, name, device, **options)
+    ranks = world.run(train_on_rank, implementation, name, device, option)
+    assert_equal_states(ranks, single_process(name, world.size, device))
 
 
 class Listening(TorchFunctionMode):
@@ -182,65 +153,72 @@ def test_every_registered_implementation_may_be_named_by_a_user(name: str) -> No
     check_contract(entry, "cpu")
 
 
-def shard_again(implementation: Implementation, device: str) -> list[str]:
-    """Return the errors of wrapping a wrapper, and of wrapping a module whose parameters are sharded already."""
-    plain = nn.Sequential(nn.Linear(4, 4)).to(device)
-    model = wrap(implementation, plain, wrap=whole)
+def wrong_uses_on_rank(device: str) -> list[str]:
+    """Return the error of each wrong use on this rank; all ranks make the same mistake or get the same error."""
     said = []
-    for again in (model, plain):
-        with pytest.raises(ValueError, match="already") as error:
-            wrap(implementation, again)
-        said.append(str(error.value))
+
+    def attempt(function: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+            said.append("nothing")
+        except (ValueError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    model = FullyShardedDataParallel(nn.Linear(4, 4).to(device))
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(1, 4, device=device)).sum().backward()
+    attempt(optimizer.step)
+    attempt(model.clip_grad_norm_, 1.0)
+    attempt(torch.optim.SGD([nn.Parameter(torch.ones(1))]).step)  # another model's optimizer may step
+    model.finish_gradient_synchronization()
+    attempt(optimizer.step)
+    attempt(FullyShardedDataParallel, nn.Linear(4, 4), compute_dtype=torch.int32)
+    attempt(FullyShardedDataParallel, nn.Linear(4, 4), forward_prefetch=-1)
+    attempt(FullyShardedDataParallel, nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), wrap=by_type(nn.ModuleList))
+    attempt(FullyShardedDataParallel, nn.Linear(4, 4), wrap=lambda module: [nn.Linear(1, 1)])
+    with torch.device("meta"):
+        attempt(FullyShardedDataParallel, Odd())
     return said
 
 
-@pytest.mark.family("fsdp", only=("sharded", "simple", "fsdp1", "fsdp2"))
-def test_to_wrap_twice_is_one_line(implementation: Implementation, world: World, device: str) -> None:
-    for said in world.run(shard_again, implementation, device):
-        assert len(said) == 2
-        for line in said:
-            assert re.fullmatch(
-                r"this \w+ is sharded over ranks already(, at '[\w.]+')?: give it an unsharded module", line
-            )
+def test_wrong_uses_are_one_line_on_every_rank(world: World, device: str) -> None:
+    for said in world.run(wrong_uses_on_rank, device):
+        for line, wanted in zip(
+            said,
+            [
+                "RuntimeError: optimizer.step() before finish_gradient_synchronization()",
+                "RuntimeError: clip_grad_norm_() before finish_gradient_synchronization()",
+                "nothing",
+                "nothing",
+                "ValueError: compute_dtype is a floating-point dtype or None, got torch.int32",
+                "ValueError: forward_prefetch is how many units to prefetch, from 0 on, got -1",
+                "ValueError: a ModuleList has no forward, so it cannot be a unit",
+                "ValueError: the wrapping policy chose a Linear that is not part of the module",
+                "ValueError: a Odd on the meta device has no reset_parameters()",
+            ],
+            strict=True,
+        ):
+            assert line.startswith(wanted) and "\n" not in line
 
 
-def wrap_without_parameters(implementation: Implementation) -> None:
-    with pytest.raises(
-        ValueError, match=r"^Sequential has no trainable parameters, so there is no gradient to average$"
-    ):
-        wrap(implementation, nn.Sequential(nn.ReLU()))
+def test_policies_choose_units() -> None:
+    model = MLPLanguageModel(MLPSize(4, 2, vocab=8))
+    types = by_type(MLPBlock, nn.Linear)(model)
+    assert types == [*model.blocks, model.output]
+    assert LINEARS(model) == [b for block in model.blocks for b in (block.w1, block.w2)] + [model.output]
+    assert by_size(70)(model) == [model.blocks[0].w1, model.blocks[1].w1]
+    assert by_size(100)(model) == [*model.blocks]
+    assert whole(model) == []
+    for wrong in (lambda: by_type(), lambda: by_type(3), lambda: by_size(0), lambda: by_size("a")):
+        with pytest.raises(ValueError, match="takes"):
+            wrong()
 
 
-@pytest.mark.family("fsdp", only=("sharded", "simple", "fsdp1", "fsdp2"))
-def test_a_module_without_parameters_is_one_line(implementation: Implementation, world: World) -> None:
-    world.run(wrap_without_parameters, implementation)
-
-
-def mixed_precision_on_rank(name: str, device: str, reduce_dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Averaged gradients: of float32 parameters with bfloat16 compute, or of float64 as the reference."""
-    exact = name == "float64"
-    options: dict[str, Any] = {} if exact else {"compute_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
-    entry = family("fsdp").implementations["sharded" if exact else name]
-    plain = module("plain", 0, device)
-    model = wrap(entry, plain if exact else plain.float(), wrap=LINEARS, **options)
-    x, y = own_batch(0, device)
-    before = model.gather_full_parameters()
-    output = model(x if exact else x.float())
-    assert output.dtype == (torch.float64 if exact else torch.bfloat16)
-    (output.double() - y).square().mean().backward()
-    model.finish_gradient_synchronization()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    after = model.gather_full_parameters()
-    return {key: (before[key] - after[key]).double().cpu() for key in before}
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["reduced_in_bfloat16", "reduced_in_float32"])
-def test_low_precision_errs_no_more_than_twice_as_much_as_fsdp2(
-    world: World, reduce_dtype: torch.dtype | None, device: str
-) -> None:
-    exact, ours, theirs = (
-        world.run(mixed_precision_on_rank, name, device, reduce_dtype)[0] for name in ("float64", "sharded", "fsdp2")
-    )
-    # The largest error over all tensors: that of one small tensor may be small by luck.
-    error, allowed = (max((other[k] - exact[k]).norm() / exact[k].norm() for k in exact) for other in (ours, theirs))
-    assert 0 < error <= 2 * allowed, f"{error} against {allowed} of FSDP2"
+def test_units_are_prefetched_in_the_order_of_the_step_before() -> None:
+    _, second, third = units = [object() for _ in range(3)]
+    order = Order("forward_prefetch", 2)
+    assert [order.next_after(unit) for unit in units] == [[], [], []]
+    order.begin()
+    assert [order.next_after(unit) for unit in units] == [[second, third], [third], []]
+    order.begin()
+    assert order.next_after(third) == [], "a step unlike the last predicts nothing"

@@ -1,17 +1,15 @@
 """A step that raises or is abandoned: the next step is clean, or one line says why it cannot be."""
 
-import re
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from correctness.support.whole_batch import DIM, adam, assert_equal_states, batch, error_line, loss, share
+from correctness.support.whole_batch import DIM, adam, assert_equal_states, batch, error_line, loss, own_batch
 from impl.fsdp import FullyShardedDataParallel, by_type
-from shardmark.ranks.world import RankError, World
+from shardmark.ranks.world import World
 
 CLEAN = (0, 1, 3)
 """Steps that do not raise, each with its own batch; step 2 raises. By then units are prefetched in the previous step's
@@ -95,9 +93,7 @@ def trapped(device: str) -> Trapped:
 def step_on_rank(model: FullyShardedDataParallel, step: int, device: str) -> tuple[int, int]:
     """Take a step; return how many flat tensors are gathered after forward, and how many gradients backward left
     unreduced."""
-    x, y = batch(step, dist.get_world_size(), device)
-    own = share(dist.get_rank())
-    loss_of_rank = loss(model, x[own], y[own])
+    loss_of_rank = loss(model, *own_batch(step, device))
     flats = [flat for unit in model.units for flat in unit.flats]
     gathered = sum(flat.gathered for flat in flats)
     loss_of_rank.backward()
@@ -170,12 +166,11 @@ def test_after_a_step_that_raised_the_next_is_clean(
         )
 
 
-def throw_a_step_away(of_the_model: bool, device: str) -> dict[str, Tensor]:
+def discard_a_step(of_the_model: bool, device: str) -> dict[str, Tensor]:
     """Return the state after a step that follows one abandoned between backward and synchronization."""
     model = FullyShardedDataParallel(trapped(device), wrap=by_type(nn.Linear, Trap))
-    optimizer, own = adam(model), share(dist.get_rank())
-    x, y = batch(2, dist.get_world_size(), device)
-    loss(model, x[own], y[own]).backward()
+    optimizer = adam(model)
+    loss(model, *own_batch(2, device)).backward()
     (model if of_the_model else optimizer).zero_grad()
     step_on_rank(model, 0, device)
     optimizer.step()
@@ -183,41 +178,11 @@ def throw_a_step_away(of_the_model: bool, device: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("of_the_model", [True, False], ids=["model", "optimizer"])
-def test_nothing_of_a_step_that_zero_grad_throws_away_comes_into_the_next(
+def test_nothing_of_a_step_that_zero_grad_discards_enters_the_next(
     world: World, of_the_model: bool, device: str
 ) -> None:
     plain = trapped("cpu")
     optimizer = adam(plain)
     loss(plain, *batch(0, world.size, "cpu")).backward()
     optimizer.step()
-    assert_equal_states(world.run(throw_a_step_away, of_the_model, device), plain.state_dict())
-
-
-class Branching(nn.Module):
-    """Two layers, with an optional third between them."""
-
-    def __init__(self, branches: bool) -> None:
-        super().__init__()
-        self.first, self.perhaps, self.last = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-        self.branches = branches
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(rows, 2) -> (rows, 2)."""
-        x = self.first(x)
-        return self.last(self.perhaps(x) if self.branches else x)
-
-
-def branch_on_rank_1(branches: bool, device: str) -> float:
-    model = FullyShardedDataParallel(Branching(branches and dist.get_rank() == 1).to(device))
-    model(torch.ones(1, 2, device=device)).sum().backward()
-    model.finish_gradient_synchronization()
-    return model.gather_full_parameters()["last.bias"].sum().item()
-
-
-def test_a_unit_that_one_rank_alone_runs_is_told_by_the_stacks(pair: World, device: str) -> None:
-    pair.run(branch_on_rank_1, False, device)
-    with pytest.raises(RankError) as caught:
-        pair.run(branch_on_rank_1, True, device, deadline=2)
-    _, finished, after = str(caught.value).partition("rank 0 of 2 finished")
-    assert finished and not after
-    assert re.search(r"^rank 1 of 2 had not answered after 2\.\d s(.|\n)* in branch_on_rank_1\n", str(caught.value))
+    assert_equal_states(world.run(discard_a_step, of_the_model, device), plain.state_dict())

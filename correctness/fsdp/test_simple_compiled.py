@@ -115,7 +115,7 @@ def capture_in_turn(device: str) -> list[tuple[Found, Found]]:
     ]
 
 
-def test_what_is_captured_serves_models_that_are_spread_alike_and_no_others(device: str, worlds: WorldsBySize) -> None:
+def test_a_capture_serves_models_that_are_sharded_alike_and_no_others(device: str, worlds: WorldsBySize) -> None:
     """Models with other shards need a new capture; a second capture would take as long as the first."""
     for found in worlds(2).run(capture_in_turn, device):
         assert [captured.graphs for _, captured in found] == [1, 1, 2, 3, 4]

@@ -1,6 +1,6 @@
 """Plays events on a sharded optimizer on each rank and on an unsharded reference beside it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -163,6 +163,13 @@ def assert_value(
             + (", which are as before the event" if still else "")
             + f"\nfound {found[worst].item():.9g}, expected {wide[worst].item():.9g} at [{worst}]"
         )
+
+
+def assert_values(ranks: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], when: str = "") -> None:
+    """Fail where a parameter on some rank is not as expected; `when` goes behind its name."""
+    for rank, found in enumerate(ranks):
+        for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+            assert_value(f"parameter {i} on rank {rank}{when}", x, y.detach())
 
 
 def assert_state(found: dict[str, Any], expected: dict[str, Any], where: str, updated: set[int] | None = None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.engine.histories import play
 from correctness.sharded_optimizer.events import Add, Change, Group, History, Step
-from correctness.sharded_optimizer.player import Beside, assert_value, check, unsharded
+from correctness.sharded_optimizer.player import Beside, assert_value, assert_values, check, unsharded
 from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
 from correctness.sharded_optimizer.unusual_optimizers import OPTIMIZERS
 from correctness.support.communication import delayed
@@ -158,9 +158,7 @@ def test_param_groups_have_the_users_parameters(
     params = parameters(device, *SHAPES)
     set_gradients(params, 0)
     torch.optim.SGD(params, lr=0.1).step()
-    for rank, found in enumerate(world.run(given_as, implementation, how, device)):
-        for i, (x, p) in enumerate(zip(found, params, strict=True)):
-            assert_value(f"parameter {i} on rank {rank}", x, p.detach())
+    assert_values(world.run(given_as, implementation, how, device), params)
 
 
 def changed_between_steps(make: Any, device: str) -> list[Tensor]:
@@ -181,10 +179,8 @@ def changed_on_rank(implementation: Implementation, device: str) -> list[Tensor]
 
 
 def test_parameters_may_be_changed_between_steps(implementation: Implementation, world: World, device: str) -> None:
-    expected = changed_between_steps(unsharded, device)
-    for rank, found in enumerate(world.run(changed_on_rank, implementation, device)):
-        for i, (x, y) in enumerate(zip(found, expected, strict=True)):
-            assert_value(f"parameter {i} on rank {rank}, clamped and scaled after each step", x, y)
+    ranks, expected = world.run(changed_on_rank, implementation, device), changed_between_steps(unsharded, device)
+    assert_values(ranks, expected, ", clamped and scaled after each step")
 
 
 def with_a_closure(implementation: Implementation, device: str) -> tuple[Any, int, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from correctness.engine.histories import even_and_odd_ranks
 from correctness.sharded_optimizer.player import assert_value
 from correctness.support.communication import delayed
 from correctness.support.own_model import LEARNING_RATE, OWN, Trained, assert_as_in_one_process, own_model, train
@@ -82,14 +85,6 @@ def train_on_rank(*args: Any, accumulate: bool = False, **options: Any) -> dict[
     return Training(*args, **options).run(0, STEPS, accumulate).state()
 
 
-def train_accumulating(*args: Any) -> dict[str, Tensor]:
-    return train_on_rank(*args, accumulate=True)
-
-
-def train_in_small_buckets(*args: Any) -> dict[str, Tensor]:
-    return train_on_rank(*args, bucket_mb=0.0005)  # buckets of 65 float64 elements
-
-
 def train_with_a_late_rank(*args: Any) -> dict[str, Tensor]:
     with delayed(before=0.005, on=dist.get_world_size() - 1):
         return train_on_rank(*args)
@@ -101,44 +96,44 @@ def whole(model: nn.Module) -> torch.optim.Optimizer:
     return cls(groups(model), **defaults)
 
 
+def assert_equals_a_single_process(
+    world: World, train: Callable[..., Any], *args: Any, averages: bool = True, accumulate: bool = False
+) -> None:
+    """Assert that `train(implementation, name, device, averages)`, with `args` the first three, ends on every rank as
+    one process does."""
+    ranks = world.run(train, *args, averages)
+    _, name, device = args
+    assert_equal_states(ranks, single_process(name, world.size, device, accumulate=accumulate, optimizer=whole))
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_behind_a_wrapper_parameters_equal_a_single_process(
     implementation: Implementation, world: World, name: str, device: str
 ) -> None:
-    ranks = world.run(train_on_rank, implementation, name, device, False)
-    assert_equal_states(ranks, single_process(name, world.size, device, optimizer=whole))
+    assert_equals_a_single_process(world, train_on_rank, implementation, name, device, averages=False)
 
 
 @pytest.mark.family("sharded_optimizer", option="average_gradients")
+@pytest.mark.parametrize("accumulate", [False, True], ids=["every_step", "no_sync"])
 @pytest.mark.parametrize("name", ONE_MODULE)
 def test_averaging_itself_parameters_equal_a_single_process(
-    implementation: Implementation, world: World, name: str, device: str
+    implementation: Implementation, world: World, name: str, accumulate: bool, device: str
 ) -> None:
-    ranks = world.run(train_on_rank, implementation, name, device, True)
-    assert_equal_states(ranks, single_process(name, world.size, device, optimizer=whole))
-
-
-@pytest.mark.family("sharded_optimizer", option="average_gradients")
-@pytest.mark.parametrize("name", ONE_MODULE)
-def test_two_backward_passes_a_step_accumulate(
-    implementation: Implementation, world: World, name: str, device: str
-) -> None:
-    ranks = world.run(train_accumulating, implementation, name, device, True)
-    assert_equal_states(ranks, single_process(name, world.size, device, accumulate=True, optimizer=whole))
+    train = partial(train_on_rank, accumulate=accumulate)
+    assert_equals_a_single_process(world, train, implementation, name, device, accumulate=accumulate)
 
 
 @pytest.mark.family("sharded_optimizer", option="average_gradients")
 def test_averages_and_updates_are_waited_for(implementation: Implementation, world: World, device: str) -> None:
     """Results stay right though one rank is late in each of its collectives."""
-    ranks = world.run(train_with_a_late_rank, implementation, "used_twice", device, True)
-    assert_equal_states(ranks, single_process("used_twice", world.size, device, optimizer=whole))
+    assert_equals_a_single_process(world, train_with_a_late_rank, implementation, "used_twice", device)
 
 
 @pytest.mark.family("sharded_optimizer", option="bucket_mb")
 @pytest.mark.parametrize("name", ONE_MODULE)
 def test_many_buckets_give_the_same(implementation: Implementation, world: World, name: str, device: str) -> None:
-    ranks = world.run(train_in_small_buckets, implementation, name, device, True)
-    assert_equal_states(ranks, single_process(name, world.size, device, optimizer=whole))
+    train = partial(train_on_rank, bucket_mb=0.0005)  # buckets of 65 float64 elements
+    assert_equals_a_single_process(world, train, implementation, name, device)
 
 
 @pytest.mark.family("sharded_optimizer", option="average_gradients")
@@ -147,19 +142,15 @@ def test_any_number_of_ranks_gives_the_same(
     implementation: Implementation, worlds: WorldsBySize, ranks: int, device: str
 ) -> None:
     for name in MODULES:
-        found = worlds(ranks).run(train_on_rank, implementation, name, device, True)
-        assert_equal_states(found, single_process(name, ranks, device, optimizer=whole))
+        assert_equals_a_single_process(worlds(ranks), train_on_rank, implementation, name, device)
 
 
 def average_in_groups(implementation: Implementation, device: str) -> Tensor:
     """Even and odd ranks average in separate groups; each rank's gradient is its global rank plus one."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    sides = [dist.new_group(list(range(first, size, 2))) for first in range(min(size, 2))]
+    _, group = even_and_odd_ranks()
     p = nn.Parameter(torch.zeros(5, dtype=torch.float64, device=device))
-    optimizer = implementation.adapted(
-        [p], torch.optim.SGD, process_group=sides[rank % 2], average_gradients=True, lr=1.0
-    )
-    ((rank + 1) * p).sum().backward()
+    optimizer = implementation.adapted([p], torch.optim.SGD, process_group=group, average_gradients=True, lr=1.0)
+    ((dist.get_rank() + 1) * p).sum().backward()
     optimizer.step()
     return p.detach().cpu()
 

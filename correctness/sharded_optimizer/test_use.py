@@ -225,16 +225,3 @@ def freed_after_step(device: str) -> bool:
 
 def test_an_optimizer_that_is_deleted_frees_its_parameters(world: World, device: str) -> None:
     assert all(world.run(freed_after_step, device))
-
-
-def state_of_many_groups(device: str) -> int:
-    params = parameters(device, *[(1,)] * 62)
-    optimizer = ShardedOptimizer([{"params": [p]} for p in params], Adam)
-    set_gradients(params, 0)
-    optimizer.step()
-    return sum(state["exp_avg"].numel() for state in optimizer.state.values())
-
-
-def test_groups_of_one_element_are_dealt_out_to_all_ranks(world: World, device: str) -> None:
-    held = world.run(state_of_many_groups, device)
-    assert sum(held) == 62 and max(held) - min(held) <= 1, f"the ranks hold the state of {held} elements"

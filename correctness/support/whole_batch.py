@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 STEPS = 20
@@ -79,6 +80,13 @@ def share(rank: int) -> slice:
     return slice(rank * ROWS, (rank + 1) * ROWS)
 
 
+def own_batch(step: int, device: str, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+    """Return this rank's rows of the group's batch."""
+    x, y = batch(step, dist.get_world_size(group), device)
+    own = share(dist.get_rank(group))
+    return x[own], y[own]
+
+
 def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Mean squared error: the mean of the losses on equal shares is the loss on the whole batch."""
     return (model(x) - y).square().mean()
@@ -87,6 +95,28 @@ def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """Adam over the trainable parameters: a wrong gradient stays visible in its state."""
     return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def train(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    device: str,
+    finish: Callable[[], object] = lambda: None,
+    *,
+    accumulate: bool = False,
+) -> None:
+    """Take STEPS steps on this rank's rows; `finish` synchronizes gradients. With `accumulate`, in two backward passes
+    a step: the first row's in `no_sync`, then the rest."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = own_batch(step, device)
+        if accumulate:
+            with model.no_sync():
+                loss(model, x[:1], y[:1]).backward()
+            x, y = x[1:], y[1:]
+        loss(model, x, y).backward()
+        finish()
+        optimizer.step()
 
 
 def single_process(

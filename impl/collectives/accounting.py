@@ -5,11 +5,13 @@ Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Wor
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log2
 from typing import TYPE_CHECKING
 
 from impl.accounting.ledger import Bytes
 from impl.collectives.segments import buffer_bytes
+from shardmark.api import Work
 
 if TYPE_CHECKING:
     from impl.collectives.cases import CollectiveCase
@@ -56,6 +58,17 @@ def direct_bytes_sent(collective: str, elements: int, itemsize: int, rank: int, 
             "all_gather": gathering,
             "all_reduce": elements if ranks == 2 else scattering + gathering,
         }[collective]
+    )
+
+
+def work_of_all(one: Work, ranks: int, bytes_communicated: int) -> Work:
+    """Work of all ranks, each of which does as much as `one` and must send that many bytes."""
+    return replace(
+        one,
+        flops=ranks * one.flops,
+        model_flops=ranks * one.model_flops,
+        bytes_moved=ranks * one.bytes_moved,
+        bytes_communicated=bytes_communicated,
     )
 
 

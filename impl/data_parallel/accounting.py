@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from impl.accounting.beside import FLOAT, Technique, beside
 from impl.accounting.ledger import Bytes
 from impl.accounting.model import training_work
 from impl.accounting.plain import PlainLanguageModel
-from impl.collectives.accounting import all_reduce_bytes_sent
+from impl.collectives.accounting import all_reduce_bytes_sent, work_of_all
 from impl.data_parallel.cases import ReductionCase
 from impl.model.sizes import SIZES
 from impl.training_step.cases import TrainingStepCase
@@ -22,13 +21,7 @@ def work(case: TrainingStepCase | OwnModelCase, ranks: int) -> Work:
     gradients = 4 * (case if isinstance(case, OwnModelCase) else SIZES[case.model]).parameters
     if isinstance(case, ReductionCase):
         gradients = gradients * case.reduce_bytes // 4
-    return replace(
-        one,
-        flops=ranks * one.flops,
-        model_flops=ranks * one.model_flops,
-        bytes_moved=ranks * one.bytes_moved,
-        bytes_communicated=all_reduce_bytes_sent(gradients, ranks),
-    )
+    return work_of_all(one, ranks, all_reduce_bytes_sent(gradients, ranks))
 
 
 BUCKETS, REDUCED = "buckets of gradients", "gradients in the reduction's dtype"
@@ -45,9 +38,9 @@ class Flat(Technique):
 class Bucketed(Technique):
     """Gradients live in buckets that exist from the start.
 
-    Reduced in fewer bytes an element, a copy of each gradient exists from its bucket's launch until the step has all of
-    it: of every gradient once backward is done; before that, where they do not all fit one bucket, of at most those
-    that are there.
+    If `reduce_bytes` an element are fewer than the gradients', each gradient has a copy in the narrower dtype from its
+    bucket's launch until the step has waited for all. Once backward is done, every gradient has one; before that, if
+    there are several buckets, at most those that have arrived.
     """
 
     def __init__(self, reduce_bytes: int = FLOAT) -> None:
@@ -72,9 +65,6 @@ class Bucketed(Technique):
 def naive_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes when gradients are reduced in place."""
     return _peak(case, Technique(), device)
-
-
-overlapped_peak = naive_peak
 
 
 def flat_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:

@@ -7,7 +7,6 @@ norm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from impl.accounting.beside import BYTES, FLOAT, Technique, beside
 from impl.accounting.ledger import Bytes
 from impl.accounting.model import training_work
 from impl.accounting.plain import PlainLanguageModel
-from impl.collectives.accounting import padded, reduce_scatter_buffers
+from impl.collectives.accounting import padded, reduce_scatter_buffers, work_of_all
 from impl.model.sizes import SIZES
 from shardmark.api import BACKWARD, ENTER, GRADIENTS, LEAVE, PARAMETERS, Moment, OwnModelCase, Work, followed
 
@@ -35,7 +34,7 @@ def language_model_unit(parameter: str, shape: tuple[int, ...] = ()) -> str:
 
 
 def unit_of_matrices(parameter: str, shape: tuple[int, ...]) -> str:
-    """The same units, but that the root has all parameters with fewer than two dimensions."""
+    """As `language_model_unit`, except that the root module has all parameters with fewer than two dimensions."""
     return language_model_unit(parameter) if len(shape) > 1 else ROOT
 
 
@@ -77,7 +76,7 @@ class FullySharded(Technique):
             self.take_shards(sum(map(self.shard, self.units)))
 
     def _order(self, kind: str) -> list[str]:
-        """Units in the order of such moments."""
+        """Units in the order of their moments of that kind."""
         return [moment.name for moment in self.plain.moments if moment.kind == kind and moment.name in self.units]
 
     def values_of(self, unit: str) -> int:
@@ -120,7 +119,7 @@ class FullySharded(Technique):
         super().at(moment)
 
     def gather(self, unit: str, order: list[str]) -> None:
-        """The unit, and those after it in that order."""
+        """All-gather the unit, and the `prefetch` units after it in `order`."""
         at = order.index(unit)
         for each in order[at : at + 1 + self.prefetch]:
             if each not in self.gathered:
@@ -204,7 +203,7 @@ def peak_of(technique: Technique, case: FSDPCase, device: str) -> Bytes:
 
 
 def sharded_peak(case: FSDPCase, device: str = "cpu") -> Bytes:
-    """Peak in bytes of ours."""
+    """Peak in bytes of `sharded`."""
     return peak_of(FullySharded(case.ranks, device), case, device)
 
 
@@ -227,9 +226,9 @@ def work(case: FSDPCase | OwnModelCase, kept: bool = False, norms_replicated: bo
     """All ranks' FLOPs and bytes moved, and what each must send.
 
     Parameters are all-gathered for forward and, unless they are `kept`, for backward: all but the embedding's, whose
-    gradient does not read it, and the root module's own. Gradients are reduced once. Each time (n-1)/n of the bytes go.
-    What is replicated is not gathered, and its gradients are all-reduced, which sends as much as to gather and reduce
-    once.
+    gradient does not read it, and the root module's own. Gradients are reduced once. Each collective sends (n-1)/n of
+    the bytes. Replicated parameters are not gathered, and their gradients are all-reduced, which sends as much as one
+    gather and one reduction.
     """
     one = training_work(case)
     if isinstance(case, OwnModelCase):  # every unit counts as read in backward
@@ -243,10 +242,4 @@ def work(case: FSDPCase | OwnModelCase, kept: bool = False, norms_replicated: bo
         root = padded(norms, case.ranks)
         once, again = 2 * table + blocks + root, table + blocks
     sent = BYTES[case.dtype] * (2 * once + (0 if kept else again))
-    return replace(
-        one,
-        flops=case.ranks * one.flops,
-        model_flops=case.ranks * one.model_flops,
-        bytes_moved=case.ranks * one.bytes_moved,
-        bytes_communicated=sent * (case.ranks - 1) // case.ranks,
-    )
+    return work_of_all(one, case.ranks, sent * (case.ranks - 1) // case.ranks)

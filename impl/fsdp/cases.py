@@ -63,11 +63,6 @@ class NineLinearsCase:
         wrap = "" if self.wrap == "linears" else f"-{self.wrap}"
         return f"{self.linears}x{self.width}-b{self.batch}{wrap}{'-offload' * self.offload}"
 
-    @property
-    def linears_a_unit(self) -> int:
-        """Number of linears that are all-gathered together."""
-        return {"linears": 1, "thirds": self.linears // 3, "whole": self.linears}[self.wrap]
-
 
 CASES = Grid(
     smoke=[FSDPCase("tiny", batch=2, context=32)],

@@ -67,7 +67,7 @@ def load(directory: str | Path, model: FullyShardedDataParallel, optimizer: Opti
     metadata, state = _on_every_rank(group, lambda: _matching_state(directory, model, optimizer))
     read = {name: _empty_like(value) for name, value in state.items()}
     groups: list[dict[str, Any]] = []
-    moments: dict[str, dict[nn.Parameter, Tensor]] = {}
+    moments: dict[nn.Parameter, dict[str, Tensor]] = {}
     if optimizer is not None:
         groups = _read(directory, model, {_GROUPS: None})[_GROUPS]
         _on_every_rank(group, lambda: _check_same_groups(directory, model, optimizer, groups))
@@ -148,8 +148,7 @@ def _read(directory: str | Path, model: FullyShardedDataParallel, state: dict[st
 
 @contextmanager
 def _in_one_line(what: str) -> Iterator[None]:
-    """Replace what torch.distributed.checkpoint raises by a one-line RuntimeError on every rank: the first rank's
-    failure."""
+    """Raise the first failure that torch.distributed.checkpoint reports, on every rank, as a one-line RuntimeError."""
     try:
         yield
     except CheckpointException as error:
@@ -215,10 +214,10 @@ def _optimizer_state(model: FullyShardedDataParallel, optimizer: Optimizer) -> d
 
 def _empty_moments(
     model: FullyShardedDataParallel, metadata: Metadata, state: dict[str, Any]
-) -> dict[str, dict[nn.Parameter, Tensor]]:
-    """Empty tensors for the optimizer's state in the checkpoint, by key and parameter; `state` gets them by name."""
+) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """Empty tensors for the optimizer's state in the checkpoint, by parameter and key; `state` gets them by name."""
     parameters = {name: (p, shape, own) for name, p, shape, own in _parameters(model)}
-    moments: dict[str, dict[nn.Parameter, Tensor]] = {}
+    moments: dict[nn.Parameter, dict[str, Tensor]] = {}
     for entry, stored in metadata.state_dict_metadata.items():
         if not entry.startswith((_SHARDED, _SHARED)) or not isinstance(stored, TensorStorageMetadata):
             continue
@@ -229,19 +228,16 @@ def _empty_moments(
             state[entry] = pieces(tensor, shape, own)
         else:
             state[entry] = tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-        moments.setdefault(key, {})[parameter] = tensor
+        moments.setdefault(parameter, {})[key] = tensor
     return moments
 
 
 def _load_optimizer(
-    optimizer: Optimizer, moments: dict[str, dict[nn.Parameter, Tensor]], groups: list[dict[str, Any]]
+    optimizer: Optimizer, moments: dict[nn.Parameter, dict[str, Tensor]], groups: list[dict[str, Any]]
 ) -> None:
     """Load state and settings by `load_state_dict`, which numbers parameters in the optimizer's own order."""
     order = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensors in moments.items():
-        for parameter, tensor in tensors.items():
-            state.setdefault(order[parameter], {})[key] = tensor
+    state = {order[parameter]: tensors for parameter, tensors in moments.items()}
     numbered = [
         saved | {"params": [order[p] for p in own["params"]]}
         for saved, own in zip(groups, optimizer.param_groups, strict=True)

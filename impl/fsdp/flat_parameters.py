@@ -147,7 +147,7 @@ class Flat:
         average = torch.empty_like(self.shard, device=self.sharding.device)
         average.copy_(self._shard_of(self._gradient)).div_(self.sharding.world_size)
         self._gradient = None
-        # To host memory, which torch pins then; but the host waits for what it is about to add.
+        # A non-blocking copy goes to pinned memory. One that is added to an older gradient must have arrived.
         accumulates = any(parameter.grad is not None for parameter in self.parameters)
         average = average.to(self.sharding.shard_device, non_blocking=not accumulates)
         for parameter, view in zip(self.parameters, self.shard_views(average), strict=True):

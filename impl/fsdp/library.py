@@ -24,13 +24,13 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from impl.distributed import PlainStateDict, broadcast_state, check_same_module
 from impl.fsdp.contract import Facts
-from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
+from impl.fsdp.dtensors import DTensorModel
 from impl.fsdp.split_into_units import shared_between
 from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_unsharded, choose_units, mark_sharded
 from shardmark.api import Unsupported, register
 
 
-class TorchFSDP2(PlainStateDict):
+class TorchFSDP2(DTensorModel):
     """`torch.distributed.fsdp.fully_shard` of each unit; parameters become DTensors that are sharded by rows."""
 
     def __init__(
@@ -65,18 +65,6 @@ class TorchFSDP2(PlainStateDict):
         # None is PyTorch's default: the root module is not resharded after forward, because backward begins with it.
         fully_shard(units[0], reshard_after_forward=None if reshard_after_forward else False, **options)
         return units[0]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing to do: gradients are reduced when backward returns."""
-
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        return gather_full_parameters(self.module)
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        return clip_grad_norm_(self.module, max_norm)
 
 
 class TorchFSDP1(PlainStateDict):

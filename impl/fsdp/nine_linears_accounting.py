@@ -26,13 +26,13 @@ SHARDED: dict[str, Callable[..., Technique]] = {
     "sharded": FullySharded,
     "sharded_kept": partial(FullySharded, reshard_after_forward=False),
 }
-"""By the names of implementations."""
+"""Techniques by the names of their implementations."""
 
 STRATEGIES = ("simple", *SHARDED)
 """The names that have a formula."""
 
 MODULES = {"linears": 2, "thirds": 1, "whole": 0}
-"""How many parts of a parameter's name are its unit's."""
+"""Number of leading parts of a parameter's name that name its unit."""
 
 
 def _step(case: NineLinearsCase, technique: Technique, device: str = "cpu") -> Ledger:
@@ -94,8 +94,9 @@ def linear_bytes(case: NineLinearsCase) -> int:
 def work(case: NineLinearsCase, gathered_again: int) -> Work:
     """All ranks' FLOPs and least bytes, and what each rank must send.
 
-    Three products a linear, but for the gradient of what goes into the first; weights read twice, gradients written,
-    and both read and one written by SGD. So many linears are `gathered_again` for backward.
+    A linear takes three matrix products; the first one's input needs no gradient. Weights are read twice and gradients
+    written; SGD reads both and writes the weights. `gathered_again` is the number of linears that are all-gathered for
+    backward.
     """
     parameters = case.linears * linear_bytes(case)
     flops = 2 * case.batch * case.width**2 * (3 * case.linears - 1)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 VARIANTS = ("after", "before", "before_repaired", "before_with_state_repaired")
-"""When the optimizer was made: after sharding, as is right; or before, left so, or repaired, without state or with."""
+"""When the optimizer was made: after sharding, which is right; or before it: unrepaired, or repaired, without state or
+with it."""
 
 
 def stage_bytes(variant: str, parameters: int, ranks: int) -> dict[str, int]:
-    """Of one rank and an AdamW over `parameters` bytes, without activations; the first step makes the moments.
+    """Bytes live on one rank after each stage, with AdamW over `parameters` bytes and without activations. The first
+    step makes the moments.
 
-    An optimizer made before keeps the full parameters until it is repaired. If it never is, it also leaves the shards'
-    gradients alone, as it does the shards. The stages' names say what has just been done.
+    An optimizer made before sharding keeps the full parameters until it is repaired. Unrepaired, it neither updates the
+    shards nor clears their gradients.
     """
     whole, shard = parameters, -(-parameters // ranks)
     sharded = {"backward_1": 2 * shard, "step_1": 3 * shard, "step_2": 3 * shard}

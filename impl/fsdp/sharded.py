@@ -20,8 +20,9 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from impl.collectives import collectives_for
 from impl.distributed import PlainStateDict, check_before_steps, check_same_module
+from impl.fsdp import wrapping
 from impl.fsdp.accounting import kept_peak, norms_replicated_peak, plain_peak, sharded_peak
-from impl.fsdp.backward import BackwardPasses, backward_runs, refuse_unsynchronized_gradients
+from impl.fsdp.backward import BACKWARD_RAISED, BackwardPasses, backward_runs, refuse_unsynchronized_gradients
 from impl.fsdp.contract import Facts
 from impl.fsdp.flat_parameters import Sharding
 from impl.fsdp.nested_tensors import changed, tensors_in
@@ -29,18 +30,7 @@ from impl.fsdp.nine_linears_accounting import formulas
 from impl.fsdp.prefetch_order import Order
 from impl.fsdp.split_into_units import device_of, split
 from impl.fsdp.units import Unit
-from impl.fsdp.wrapping import (
-    LINEARS_AND_EMBEDDINGS,
-    ParameterPolicy,
-    Policy,
-    check_unsharded,
-    mark_sharded,
-    no_parameters,
-    norms_and_biases,
-)
 from shardmark.api import Race, register
-
-BACKWARD_RAISED = "backward raised, so that gradients are incomplete: call zero_grad() and begin the next step"
 
 
 class FullyShardedDataParallel(PlainStateDict):
@@ -82,8 +72,8 @@ class FullyShardedDataParallel(PlainStateDict):
         process_group: dist.ProcessGroup | None = None,
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
-        wrap: Policy = LINEARS_AND_EMBEDDINGS,
-        ignored_params: ParameterPolicy = no_parameters,
+        wrap: wrapping.Policy = wrapping.LINEARS_AND_EMBEDDINGS,
+        ignored_params: wrapping.ParameterPolicy = wrapping.no_parameters,
         reshard_after_forward: bool = True,
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
@@ -95,7 +85,7 @@ class FullyShardedDataParallel(PlainStateDict):
         self._backward_order = Order("backward_prefetch", backward_prefetch)
         group = process_group or dist.group.WORLD
         assert group is not None
-        check_unsharded(module)
+        wrapping.check_unsharded(module)
         check_same_module(module, group)
         self.module = module
         self.process_group = group
@@ -107,7 +97,7 @@ class FullyShardedDataParallel(PlainStateDict):
         self.units = split(module, wrap, ignored_params, self.sharding)
         self._root = self.units[0]
         self._reducing: Unit | None = None  # one reduce-scatter at a time, because each needs memory
-        self._unsynchronized = False
+        self._unsynchronized = False  # True where gradients were accumulated on this rank alone, and not reduced since
         self._backwards = BackwardPasses()
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
@@ -115,7 +105,7 @@ class FullyShardedDataParallel(PlainStateDict):
         for part in module.modules():  # a forward may still be copying from this module's shards
             part.register_load_state_dict_pre_hook(self.sharding.wait_for_host_memory)
         check_before_steps(self, refuse_unsynchronized_gradients)
-        mark_sharded(module)
+        wrapping.mark_sharded(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -303,7 +293,7 @@ register(
 register(
     "fsdp",
     "sharded_norms_replicated",
-    partial(FullyShardedDataParallel, ignored_params=norms_and_biases),
+    partial(FullyShardedDataParallel, ignored_params=wrapping.norms_and_biases),
     memory=norms_replicated_peak,
     time=Race("fsdp2", budget=2.0, goal=1.0),
     facts=Facts(norms_replicated=True),

@@ -28,9 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
 
-from impl.distributed import PlainStateDict, check_same_module
+from impl.distributed import check_same_module
 from impl.fsdp.contract import Facts
-from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
+from impl.fsdp.dtensors import DTensorModel
 from impl.fsdp.nested_tensors import changed
 from impl.fsdp.nine_linears_accounting import formulas
 from impl.fsdp.simple_accounting import transformer_peak
@@ -117,7 +117,7 @@ def init_weights(model: nn.Module, seed: int = 0) -> None:
         initialize()
 
 
-class SimpleFullyShardedDataParallel(PlainStateDict):
+class SimpleFullyShardedDataParallel(DTensorModel):
     """`data_parallel` in mode "fully_shard" over a process group, with the family's contract."""
 
     def __init__(
@@ -138,18 +138,6 @@ class SimpleFullyShardedDataParallel(PlainStateDict):
         mesh = DeviceMesh.from_group(group, device)
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
         self.module = data_parallel(module, mesh, "fully_shard", policy, reshard_after_forward=reshard_after_forward)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing to do: gradients are reduced when backward returns."""
-
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        return gather_full_parameters(self.module)
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        return clip_grad_norm_(self.module, max_norm)
 
 
 class _Gathered(NamedTuple):

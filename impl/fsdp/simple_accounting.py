@@ -9,14 +9,13 @@ reduce-scatter copies what it reduces.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from impl.accounting.beside import BYTES, FLOAT, Technique, beside, peak_of_first_step
 from impl.accounting.ledger import Bytes
 from impl.accounting.plain import PlainLanguageModel
-from impl.collectives.accounting import padded
+from impl.collectives.accounting import padded, work_of_all
 from impl.model.mlp import MLP_SIZES
 from impl.training_step import accounting as training_step
 from shardmark.api import AFTER_FORWARD, BACKWARD, ENTER, GRADIENTS, READ, READ_END, Moment, Work, followed
@@ -35,7 +34,7 @@ def stages(case: RankRung) -> dict[str, int]:
 
 
 GENERATOR = 5056
-"""Bytes of a CPU generator's state, which is put aside while shards are drawn."""
+"""Bytes of a CPU generator's state, which is saved while shards are drawn."""
 
 
 def peak_of_stages(case: RankRung) -> int:
@@ -73,13 +72,7 @@ def work(case: RankRung) -> Work:
     again = size.parameters - size.vocab * size.dim - (0 if case.checkpointed else biases)
     gathered = BYTES[case.dtype] * (size.parameters + again)
     reduced = BYTES[case.reduce_dtype] * size.parameters
-    return replace(
-        one,
-        flops=case.ranks * one.flops,
-        model_flops=case.ranks * one.model_flops,
-        bytes_moved=case.ranks * one.bytes_moved,
-        bytes_communicated=(case.ranks - 1) * (gathered + reduced) // case.ranks,
-    )
+    return work_of_all(one, case.ranks, (case.ranks - 1) * (gathered + reduced) // case.ranks)
 
 
 FULL, REDUCED = "full parameters", "shard of gradients"
@@ -98,9 +91,9 @@ class Simple(Technique):
     def begin(self) -> None:
         self.forward = True
         self.reads: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-        """Reads to come in forward and in backward, those of forward computed again among the latter."""
+        """Reads still to come, in forward (True) and in backward; a recomputed forward is part of backward."""
         self.computed_again: set[str] = set()
-        """Modules whose forward is."""
+        """Modules whose forward runs again in backward."""
         forward = True
         for moment in self.plain.moments:
             forward = forward and moment.kind != AFTER_FORWARD
@@ -162,12 +155,12 @@ class Simple(Technique):
             self.ledger.free(FULL, self.itemsize * self.rows(parameter))
 
     def gradient(self, parameter: str) -> None:
-        """It goes; its shard stays. Where rows are uneven, the shards of ranks that have fewer, or none, are padded
-        first, and all are copied."""
+        """Reduce the gradient: it is freed, and this rank's shard of it stays. Where rows are uneven, shards of ranks
+        with fewer rows, or none, are padded first, and all shards are copied."""
         take, free, q = self.ledger.take, self.ledger.free, self.reduce_bytes
         nbytes, whole = self.itemsize * self.values[parameter], q * self.rows(parameter)
         cast = q * self.values[parameter] if q != self.itemsize else 0
-        if self.ranks == 1:  # as it is
+        if self.ranks == 1:  # nothing is reduced
             if cast:
                 take(GRADIENTS, cast)
                 free(GRADIENTS, nbytes)
@@ -187,7 +180,7 @@ class Simple(Technique):
 
 
 def _module(parameter: str) -> str:
-    """The name of the module that has it."""
+    """Name of the parameter's module."""
     return parameter.rpartition(".")[0]
 
 

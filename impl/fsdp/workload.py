@@ -16,8 +16,8 @@ from shardmark.api import Implementation, OwnModelCase, trains_own_model
 class FSDPStep(RankStep):
     """Every rank has shards of parameters, gradients and moments.
 
-    Of a language model each block is a unit, the embedding, and the output projection; the final norm is in the root
-    module's.
+    Units of a language model are the blocks, the embedding and the output projection. The root module's unit has the
+    final norm.
     """
 
     def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:

@@ -143,11 +143,6 @@ def balanced_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     return peak.without(STATE).add({SHARD_OF_STATE: shard})
 
 
-def unsharded_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
-    """Peak in bytes of an unsharded optimizer on every rank, gradients averaged by `bucketed`."""
-    return bucketed_peak(case, device)
-
-
 def _counts(case: ShardedStepCase) -> list[int]:
     """Elements of each parameter, in the model's order."""
     size = SIZES[case.model]

@@ -66,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.average_gradients = average_gradients
         self._collectives = collectives_for(self.process_group)
         self._optimizer_cls, self._bucket_mb = optimizer_cls, bucket_mb
-        self._inner: torch.optim.Optimizer | None = None  # over this rank's segments
+        self._inner: Any = None  # `optimizer_cls` over this rank's segments, from the first param group on
         self._buckets: list[ShardedBucket] = []  # in the order of their reduce-scatters, the same on all ranks
         self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
         self._filled: list[ShardedBucket] = []  # in the order in which this backward filled them
@@ -113,7 +113,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        assert self._inner is not None
         self.finish_parameter_synchronization()  # in case no forward ran since the last step
         checks.check_parameters(self._parameters(), [p for bucket in self._buckets for p in bucket.moved()])
         self.finish_gradient_synchronization()
@@ -196,8 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._add_inner_group(group, self._shard([p for p in group["params"] if p.requires_grad and p.numel()]))
 
     def _shard(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Move parameters into new buckets, last parameter first, as backward reaches them; return this rank's
-        shards."""
+        """Move parameters into new buckets in the order of backward, the last first; return this rank's shards."""
         device = next((p.device.type for p in parameters), "cpu")
         most = (self._bucket_mb or default_bucket_mb(device)) * 2**20
         runs = partition(parameters[::-1], most, least_bytes=most)
@@ -214,7 +212,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard_thawed(self, thawed: Callable[[nn.Parameter], bool]) -> None:
         """Shard parameters that were frozen when their group was added and are trainable now."""
-        assert self._inner is not None
         for inner, group in zip(self._inner.param_groups, self.param_groups, strict=True):
             new = [p for p in group["params"] if p not in self._bucket_of and p.numel() and thawed(p)]
             inner["params"] += self._shard(new)
@@ -231,7 +228,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The full state that `optimizer_cls` would have without sharding, on every rank. All ranks call."""
-        assert self._inner is not None
         self.state = gather_state(self._buckets, self._inner.state, self.process_group, self._collectives)  # type: ignore[assignment]
         try:
             return super().state_dict()
@@ -243,7 +239,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         ValueError, with nothing loaded, where it is of another model.
         """
-        assert self._inner is not None
         hook = self.register_load_state_dict_pre_hook(self._load_shards)  # runs after the user's own hooks
         try:
             super().load_state_dict(state_dict)
@@ -253,7 +248,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _load_shards(self, _: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         """Load this rank's part of the state into the inner optimizer; torch loads the groups' arguments."""
-        assert self._inner is not None
         check_state(loaded, self.param_groups)
         ids = [i for group in loaded["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -293,8 +287,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"] if p.numel()]
 
     def _segments(self) -> Iterator[Segment]:
-        for bucket in self._buckets:
-            yield from bucket.segments
+        return (segment for bucket in self._buckets for segment in bucket.segments)
 
 
 register(
