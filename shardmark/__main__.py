@@ -22,7 +22,7 @@ usage: shardmark correctness [pytest's arguments]   every implementation against
 A folder or file of either may be named: shardmark correctness/attention, shardmark perf/test_fsdp.py"""
 
 NEEDED = ("hypothesis", "jsonschema", "xdist")
-"""What the suite imports and the plugin does not."""
+"""Packages that the suite imports and the plugin does not."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -33,19 +33,19 @@ class OwnModel:
     """The facts of a user's own model, of `--model`, that a case needs."""
 
     spec: str
-    """What makes it again in another process: FILE:ATTR, with an absolute path."""
+    """FILE:ATTR with an absolute path, by which another process makes the model again."""
     name: str
     dtype: str
     """The dtype of its parameters."""
     parameters: int = 0
     flops: int = 0
-    """Of a forward and a backward pass over one rank's batch; 0 where they cannot be counted."""
+    """FLOPs of a forward and a backward pass over one rank's batch; 0 where they cannot be counted."""
 
 
 @dataclass(frozen=True)
 class OwnModelCase:
-    """One AdamW step on each of `ranks`. `model` is the FILE:ATTR that makes it, `dtype` that of its `parameters` (a
-    count), `flops` those of a forward and backward pass on one rank."""
+    """One AdamW step on each of `ranks`. `model` is the user's FILE:ATTR, `dtype` the dtype of its parameters,
+    `parameters` their count, and `flops` the FLOPs of a forward and a backward pass on one rank."""
 
     model: str
     name: str
@@ -58,7 +58,7 @@ class OwnModelCase:
     batch: int | None = None
     """Rows of each tensor of the batch; None: as many as the user's batch has."""
     context: int | None = None
-    """Entries of their second dimension, likewise."""
+    """Size of their second dimension; None: the size in the user's batch."""
     checkpointed: bool = False
     """Whether each block's activations are recomputed, under whatever else the strategy does."""
     autocast: bool = False
@@ -138,8 +138,8 @@ def _as_list(label: str, module: nn.Module, blocks: Any) -> nn.ModuleList:
 
 
 def find_blocks(module: nn.Module) -> nn.ModuleList:
-    """A transformer's blocks: the outermost modules of one class of which a ModuleList or a Sequential holds several.
-    Modules without children, such as linears, do not count."""
+    """A transformer's blocks: the modules of one class that repeat in the outermost ModuleList or Sequential. Modules
+    without children, such as linears, do not count."""
     lists = list(_repeated(module))
     return lists[0] if len(lists) == 1 else nn.ModuleList(block for blocks in lists for block in blocks)
 
@@ -156,7 +156,8 @@ def _repeated(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def size_of(batch: tuple[Any, ...], dim: int) -> int:
-    """The length of that dimension of all its tensors that have it; Unsupported where they differ."""
+    """The size of dimension `dim`, equal in all tensors that have it; Unsupported where sizes differ or no tensor has
+    it."""
     lengths = {tensor.size(dim) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.dim() > dim}
     if len(lengths) != 1:
         which = ("first", "second")[dim]
@@ -165,7 +166,7 @@ def size_of(batch: tuple[Any, ...], dim: int) -> int:
 
 
 def resized(batch: tuple[Any, ...], dim: int, size: int) -> tuple[Any, ...]:
-    """The batch with `size` entries in that dimension: its first ones, or all of them repeated."""
+    """The batch with `size` entries in dimension `dim`: the first entries, or all of them repeated."""
     before = size_of(batch, dim)
 
     def of(tensor: Tensor) -> Tensor:

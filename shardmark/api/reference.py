@@ -1,6 +1,6 @@
-"""A plain PyTorch step that formulas stand beside, and the bytes of it from moment to moment.
+"""A plain PyTorch step and its live bytes at each moment; memory formulas add a technique's bytes to these.
 
-`impl` defines the plain step, and what a technique takes or frees at each of its moments. The bytes of the step itself
+`impl` defines the plain step, and the bytes that a technique allocates or frees at each moment. The step's own bytes
 come from `shardmark.predict`, which runs PyTorch's own code without kernels and installs itself here.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 PARAMETERS, GRADIENTS, INPUTS = "parameters", "gradients", "inputs and constants"
-"""Names of bytes; the other names say which module's forward or backward took them."""
+"""Names of bytes; all other names say which module's forward or backward allocated them."""
 
 BEGIN, AFTER_FORWARD, AFTER_BACKWARD = "begin", "after forward", "after backward"
 ENTER, LEAVE, BACKWARD = "enter", "leave", "backward"
-"""Of a module: its forward begins, has ended; the gradient of its output is there, and of what it returned alone."""
+"""Moments of a module: forward begins; forward has ended; backward has computed the gradient of its output tensor."""
 READ, READ_END, GRADIENT = "read", "read end", "gradient"
-"""Of a parameter: an operator is about to read it; that one, in backward its autograd node's last of that kind, has
-returned; its gradient is there, and what only that needed is freed."""
+"""Moments of a parameter: an operator is about to read it; that operator has returned (in backward, the last equal one
+of the autograd node); its gradient is accumulated, and tensors that only the gradient needed are freed."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class PlainStep:
 
 
 class Plain(Protocol):
-    """Sizes and dtypes of a plain step. Hashable: equal ones are followed once."""
+    """Sizes and dtypes of a plain step. Hashable: equal steps are simulated once."""
 
     def make(self) -> PlainStep:
         """The module and its batch on the default device."""
@@ -48,11 +48,11 @@ class Moment:
 
     kind: str
     name: str
-    """Of the module or the parameter; "" of the root module, and where the kind has none."""
+    """Name of the module or the parameter; "" for the root module, and for moments of the whole step."""
     live: Mapping[str, int]
     """Bytes by name when the moment begins."""
     peak: Mapping[str, int]
-    """Bytes by name at the peak between it and the next."""
+    """Bytes by name at the peak between this moment and the next."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ _installed: list[Follow] = []
 
 
 def install(follow: Follow) -> None:
-    """Have `followed` ask `follow`."""
+    """Make `followed` call `follow`."""
     _installed[:] = [follow]
 
 
-@cache  # many implementations stand beside the same step
+@cache  # many formulas use the same step
 def followed(plain: Plain, device: str) -> Followed:
     """The moments of the plain step on "cpu" or "cuda", without running its kernels.
 

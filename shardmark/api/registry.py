@@ -51,11 +51,11 @@ class Implementation:
 
     `target` is what the user calls (a function, a class, an object with methods), `time` the peer it is raced against.
     `memory` is the closed form of its peak in bytes for a case: an int; if it has `entries` (bytes by name), a failed
-    budget lists them. A formula that differs by device has a parameter `device`. Without a
-    formula, as a library's own technique is, it is held to what a simulation predicts. `workspace` is, for a case and a
-    device, what operators take beside that and give back: a case needs room for it. Beyond what it `requires` to run,
-    its times and bytes mean something only where `requires_to_measure` is met. Requirements are asked in turn, so the
-    cheap ones stand first. The target is None where it cannot be imported; a requirement then gives the reason.
+    budget lists them. A formula that differs by device has a parameter `device`. An implementation without a formula,
+    such as PyTorch's own, is held to a simulated peak. `workspace(case, device)` is the bytes that operators allocate
+    and free beside the peak: a case needs room for them. The implementation runs where `requires` is met; its times and
+    bytes mean something only where `requires_to_measure` is met as well. Requirements are checked in turn, so the cheap
+    ones stand first. The target is None where it cannot be imported; a requirement then gives the reason.
     """
 
     family: str
@@ -71,12 +71,12 @@ class Implementation:
     races: Mapping[str, Race] = field(default_factory=dict, hash=False)  # implementations are keys of caches
     """Races in other circumstances than the usual step, by a name that the question looks up, such as "link"."""
     facts: Any = None
-    """What questions of its family ask about it: an instance of the family's own class, `Facts` in its contract."""
+    """Facts that its family's questions use: an instance of the family's own class, `Facts` in its contract."""
     tested_briefly: bool = False
     """Whether only the sweep tests it at large sizes and on more than two ranks: set for PyTorch's own implementations,
     which PyTorch tests, and for steps on the way to a faster technique."""
     spec: str = ""
-    """Finds it again in another process: its name, or an `--impl` target with an absolute path."""
+    """The text by which another process finds it: its name, or an `--impl` target with an absolute path."""
 
     @property
     def adapted(self) -> Any:
@@ -152,11 +152,13 @@ class Family:
     """The `facts` of a user's own target, and of each implementation that is registered without any."""
     adapt: Callable[[Any], Any] = lambda target: target
     workload: type[Any] | None = None
-    """What trains a user's own model (`--model`, what fits): a `shardmark.api.Workload`; None where nothing does."""
+    """The `shardmark.api.Workload` that trains a user's own model (`--model`, what fits); None where the family trains
+    none."""
     on_ranks: bool = False
-    """Whether that workload needs a process group."""
+    """Whether `workload` needs a process group."""
     strategies: tuple[tuple[str, bool], ...] = ()
-    """What `shardmark.predict` always shows: implementations, and whether each block is checkpointed as well."""
+    """Strategies that `shardmark.predict` always shows: (implementation, whether each block is checkpointed as
+    well)."""
     zero_stage: int = 0
     """ZeRO's stage of those strategies: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     checkpoints: bool = False

@@ -1,8 +1,8 @@
-"""What an implementation needs of the machine; each process finds it out once, by trying.
+"""Requirements of implementations: a CUDA device, a working compiler. A process tries the compiler once.
 
-Only compiling and running code shows whether a C++ compiler works, finds its headers and may write its folder. That
-takes seconds, so it is tried when the first test that needs it is about to run. Compiled code stays on disk, where the
-next process finds it.
+Only compiling and running code shows whether a C++ compiler works, finds its headers and may write its folder. This
+takes seconds, so the compiler is tried when the first test that needs it is about to run. Compiled code stays on disk,
+where the next process finds it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def requires_compiler(device: str) -> str | None:
     dtypes = (torch.float32, torch.bfloat16)
     x, y = (torch.ones(8, 40, device=device, dtype=dtype, requires_grad=True) for dtype in dtypes)
     try:
-        with warnings.catch_warnings(action="ignore"):  # that no header was found, say, before the error
+        with warnings.catch_warnings(action="ignore"):  # such as one on a missing header, before the error
             torch.compile(_loss, fullgraph=True, dynamic=False)(x, y).backward()
     except Exception as error:  # whatever the compiler, the linker or the file system raises is the reason
         if "InvalidCxxCompiler" in str(error):

@@ -1,4 +1,4 @@
-"""What one step of a case does: FLOPs, and bytes moved and communicated."""
+"""The work of one step of a case: FLOPs, and bytes moved and communicated."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """What one step does on all ranks together: floating-point operations, and bytes it must read and write.
+    """The work of one step, summed over all ranks: floating-point operations, and bytes it must read and write.
 
-    `bytes_communicated` is what each rank must send, by theory; `model_flops`, where MFU is asked, the FLOPs that the
-    model itself takes, without what a technique computes again.
+    `bytes_communicated` is the bytes that each rank must send, by theory. `model_flops`, for MFU, is the model's own
+    FLOPs without recomputation; 0 where MFU is not asked.
     """
 
     flops: int = 0

@@ -11,11 +11,11 @@ Mark = Callable[[str], None]
 """`mark(part)` ends a part of the step, such as "forward"."""
 
 stage_listeners: list[Mark] = []
-"""Memory meters that run: each is called with the name of a stage of making a workload when it ends."""
+"""Callbacks of the running memory meters, called with the name of a stage of making a workload when the stage ends."""
 
 
 def stage(name: str) -> None:
-    """A stage of making a workload ends here: report it to the memory meter, if one runs."""
+    """End a stage of making a workload: report it to the memory meter, if one runs."""
     for listener in stage_listeners:
         listener(name)
 
@@ -23,8 +23,8 @@ def stage(name: str) -> None:
 class Workload(Protocol):
     """One case made ready to run on one rank: `Workload(implementation, case, device)` makes its tensors and modules.
 
-    `backend` names what runs underneath (a process-group backend, an attention kernel). What an observer needs beyond
-    this, such as the kinds of the tensors, it says itself (`shardmark.rows.observers`).
+    `backend` names what runs underneath (a process-group backend, an attention kernel). An observer may need further
+    methods, such as `kinds()`, and names them (`shardmark.rows.observers`).
     """
 
     backend: str

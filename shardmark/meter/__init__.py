@@ -1,4 +1,4 @@
-"""What one case costs on a rank: its times, its bytes, its counters and its traces."""
+"""Measure one case on a rank: times, bytes, counters and traces."""
 
 import os
 

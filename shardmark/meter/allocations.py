@@ -18,10 +18,10 @@ from torch._C._profiler import RecordScope, _EventType
 MARK = "shardmark_mark:"
 
 END = "end"
-"""The mark that ends a recording: after it libraries free what they keep."""
+"""The mark that ends a recording; after it libraries free their workspaces."""
 
 ALLOCATOR = "allocator: "
-"""Prefix of marks that are no phases: what the program does with the streams and the cache of CUDA's allocator."""
+"""Prefix of marks that are not phases: the program's use of streams and of the caching allocator."""
 
 STREAM = ALLOCATOR + "stream "
 """Prefix of the mark of a change of stream; the name of the stream follows, empty for the first one."""
@@ -77,9 +77,8 @@ def replayed(
 ) -> list[Event]:
     """The recording's events below `roots`, in order.
 
-    A block has the next size `requested` at its address, if that is known, else the profiler's size. Ranges name the
-    modules. A recording of Python's calls splits ranges: there the calls of modules whose `id` is in `module_names`
-    name them.
+    A block's size is the next one `requested` at its address, if known, else the profiler's. Ranges name the modules. A
+    recording of Python calls splits ranges: there the calls of modules whose `id` is in `module_names` name them.
     """
     live, taken_by, collectives = _Live(), dict[Block, Any](), _Collectives()
     replayed: list[Event] = []
@@ -152,7 +151,8 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Within:
-    """What is around an event: an operator with a kernel, a functional collective, that one's call of the backend."""
+    """The context of an event: the operator with a kernel, the functional collective and its backend call, line,
+    module."""
 
     operator: Any = None
     collective: Any = None
@@ -183,7 +183,7 @@ class _Collectives:
 def _in_order(
     roots: list[Any], module_names: Mapping[int, str]
 ) -> tuple[list[tuple[Any, _Within]], dict[int, str], dict[int, str]]:
-    """Every allocation and every mark below `roots` in order, with what is around it; then the modules and the lines of
+    """Allocations and marks below `roots` in order of time, each with its context; then the modules and the lines of
     operators, by autograd sequence number."""
     events: list[tuple[Any, _Within]] = []
     modules: dict[int, str] = {}
@@ -266,8 +266,9 @@ def _shown(file: str) -> str:
 def _with_kernels() -> frozenset[str]:
     """PyTorch's own operators that have a kernel, such as "aten::mm".
 
-    A composite operator (matmul, linear, SDPA's math backend) only calls others. What it allocates between them are
-    tensors, as if its caller had called them. So it is for an operator of another library: its author chose them.
+    A composite operator (matmul, linear, SDPA's math backend) only calls others. Its own allocations count as tensors,
+    not as workspace, as if its caller had made them. The same holds for an operator of another library: its author
+    chose these allocations.
     """
     composite = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
     own = (name for name in torch._C._dispatch_get_all_op_names() if name not in composite)

@@ -39,7 +39,7 @@ class DeviceClock:
 
 @dataclass
 class Laps:
-    """One timed step, in seconds: the whole, and its parts in the order in which they ended."""
+    """One timed step, in seconds: the total, and its parts in the order in which they ended."""
 
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Stopwatch:
         self._marks.append((part, self._now()))
 
     def stop(self) -> Laps:
-        """End, wait for the device, and read the clock. Time after the last mark counts in the whole and in no part."""
+        """End, wait for the device, and read the clock. Time after the last mark counts in the total only."""
         last, host = self._now(), None
         if self.device == "cuda":
             host = time.perf_counter() - self._began

@@ -117,7 +117,7 @@ def _kernel(operator: str) -> Callable[..., Any]:
 
 
 def described(operator: str, arguments: dict[str, Any]) -> Communication:
-    """The communication that a call of this operator of the process group is."""
+    """The communication that a call of this process-group operator starts."""
     tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in arguments.values()]
     nbytes = max((sum(tensor.nbytes for tensor in each) for each in tensors), default=0)
     dtype = next((each[0].dtype for each in tensors if each), torch.uint8)

@@ -1,10 +1,10 @@
-"""Counts of one steady-state step: figures without noise, equal in every run on one kind of device and one torch.
+"""Counts of one steady-state step: without noise, so equal in every run on one kind of device and one version of torch.
 
     counted = count(workload, "cpu")    # one step under the profiler, and one forward whose saved tensors are weighed
     counted.operators, counted.saved_bytes
 
 Unlike a mode of the dispatcher, the profiler does not change what runs: compiled code stays compiled, and FSDP's and
-DDP's hooks and checkpointing run as ever. A figure that it cannot see is None, and not wrong.
+DDP's hooks and checkpointing run as ever. A figure that the profiler cannot see is None.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAKES_NOTHING = ("empty", "new_empty", "_unsafe_view", "lift_fresh", "record_st
 """Prefixes of operators that compute nothing, though their schemas do not say so."""
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MAY_READ = "aten::index"
-"""It reads a mask, by another operator within it that is counted, but no indices."""
+"""Indexing reads no indices; it reads a mask by another operator, within it, that is counted."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Counters:
     """(operation, dtype, bytes, repetitions in a row) of collectives, messages and barriers, in the order in which they
     began. The bytes are the larger of input and output."""
     bytes_sent: int
-    """What a rank must send for these (`Communication.sent`), over any backend; a backend may send more."""
+    """Bytes that a rank must send for its collectives and messages (`Communication.sent`); a backend may send more."""
     operators: int | None
     """PyTorch operators that computed something: no views, no empty tensors, no collectives. An operator with a kernel
     counts as one, whatever it calls; a composite one (`matmul`, `linear`) as those that it calls. None with compiled
@@ -53,15 +53,14 @@ class Counters:
     kernels: int | None
     """Kernels that ran on the GPU, without copies and fills; None on CPU."""
     flops: int | None
-    """Those of matrix products and fused attention, by the formulas of `torch.utils.flop_counter`. None with compiled
+    """FLOPs of matrix products and fused attention, by the formulas of `torch.utils.flop_counter`. None with compiled
     code, Triton's kernels, convolutions, and products without a formula, such as that of a matrix and a vector."""
     saved_bytes: int | None
-    """What autograd keeps for backward at the end of forward: each storage of a saved tensor once. The workload's own
-    (parameters, buffers, tensors among its attributes) do not count. None without a saved tensor, and with compiled
-    code."""
+    """Bytes that autograd keeps for backward at the end of forward: each storage of a saved tensor once. The workload's
+    own tensors (parameters, buffers, attributes) do not count. None without a saved tensor, and with compiled code."""
     synchronizations: int | None
-    """How often the host waits for the device. On CUDA these are calls of `cudaStreamSynchronize` and the like. On CPU
-    they are operators that would make it wait, as they read a value (`item`) or find a shape (`nonzero`)."""
+    """Waits of the host for the device. On CUDA these are calls of `cudaStreamSynchronize` and the like. On CPU they
+    are operators that would make it wait, as they read a value (`item`) or find a shape (`nonzero`)."""
 
 
 def count(workload: Workload, device: str, largest: Callable[[float], float] = lambda own: own) -> Counters | None:
@@ -122,8 +121,8 @@ class _Tally:
         self.compiled = False
 
     def follow(self, event: Any, within: bool = False, has_flops: bool = False) -> None:
-        """Count an event and the events below it. `within`: an operator around it is counted already; `has_flops`: so
-        are its FLOPs."""
+        """Count an event and the events below it. `within`: an operator around the event is counted already;
+        `has_flops`: its FLOPs are counted already."""
         what, fields = event.typed
         if what == _EventType.TorchOp and event.name.startswith(_COMPILED):
             self.compiled = True
@@ -132,7 +131,7 @@ class _Tally:
             self.operators += 1
             within = True
         reads, products = self.reads, self.products
-        if not has_flops and name in _formulas() and not _contains(event, name):  # a DTensor's runs that of its shard
+        if not has_flops and name in _formulas() and not _contains(event, name):  # a DTensor's calls that of its shard
             self._add_flops(name, fields.inputs)
             has_flops = True
         for child in event.children:
@@ -203,14 +202,13 @@ def _is_product(name: str) -> bool:
 
 @cache
 def _positional(name: str) -> int:
-    """How many of the operator's arguments may be given by position."""
+    """Number of the operator's positional arguments."""
     return sum(not argument.kwarg_only for argument in _overloads(name)[0]._schema.arguments)
 
 
 @cache
 def _formulas() -> dict[str, Callable[..., int]]:
-    """FLOPs by operator and arguments. PyTorch's own formulas lack its attention on CPU and products that are added in
-    place."""
+    """FLOP formulas by operator. PyTorch's registry lacks attention on CPU and in-place products, such as `addmm_`."""
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop  # imports Triton
 
     own = {str(target).replace(".", "::", 1): formula for target, formula in flop_registry.items()}

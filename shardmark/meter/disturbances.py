@@ -1,7 +1,7 @@
 """Disturbances while a case was timed, as far as the times and the kernel's scheduler show them.
 
-The verdict of a time budget does not use them, as a disturbance only widens its interval. They tell whether to look
-for a quieter machine, and what disturbs this one.
+The verdict of a time budget does not use them, as a disturbance only widens its interval. They show whether a quieter
+machine is needed, and what disturbs this one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ NOTED = 0.05
 _BURST = 0.25
 """A burst is longer than the rounds around it by this share."""
 _AROUND = 8
-"""This many rounds before a round, and as many after it, are around it."""
+"""Rounds before a round, and rounds after it, that a burst is compared with."""
 _PLACES = 64
-"""Places, spread over the rounds, at which a level may begin."""
+"""Number of places, spread over the rounds, at which a change of level is tried."""
 _FEWEST = 16
-"""With fewer rounds only waiting is reported."""
+"""Fewest rounds; with fewer, only waiting is reported."""
 _CERTAIN = 4.0
 """A change of this many standard errors is not chance."""
 
@@ -48,7 +48,8 @@ def seconds_waited() -> float:
 
 
 def disturbances(seconds: Sequence[float], peer_seconds: Sequence[float], waited: float) -> dict[str, float]:
-    """By name, as shares of a step's time; `waited` is the share of the rounds that a thread waited for a core.
+    """Disturbances by name, as shares of a step's time; `waited` is the share of the rounds that a thread waited for a
+    core.
 
     A warm-up is how much longer the first rounds took. A drift is how much longer the last ones took, reached in small
     steps; a level is reached at once and lasts, as when the clock rate changes. Bursts are the share of rounds that are

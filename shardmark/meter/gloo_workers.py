@@ -20,14 +20,14 @@ from shardmark.meter.recording import mark_waited
 _PATIENCE = 0.25
 """Most seconds to wait for a backend's worker thread, which may not run for a while on a busy machine."""
 _MOMENT = 0.01
-"""Most seconds if someone else may hold a reference too: then the count may never fall."""
+"""Most seconds to wait where another object may hold a reference too: then the count may never fall."""
 _OF_ANOTHER = 100
-"""c10d's OpType::UNKNOWN, the type of the handle of Gloo's reduce-scatter. An inner all-reduce does its work; only the
-worker thread has that one's handle, with the copies that it holds."""
+"""c10d's OpType::UNKNOWN, the type of the handle of Gloo's reduce-scatter. An inner all-reduce does the work; only the
+worker thread has the inner handle, which holds the copies."""
 _WORKER = "pt_gloo_runloop"
 """The name of Gloo's worker threads."""
 _FUNCTIONAL = "_c10d_functional::"
-"""The namespace of collectives that compile, which DTensor uses, too."""
+"""The namespace of functional collectives, which compiled code and DTensor use."""
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _workers_sleep() -> bool:
 
 
 def _hold(inputs: dict[int, Any], collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Hold a functional collective's inputs until its result is waited for, as no handle holds them."""
+    """Hold a functional collective's inputs until its result is waited for: no handle holds them."""
 
     def holding(*args: Any, **kwargs: Any) -> Any:
         results = collective(*args, **kwargs)

@@ -35,7 +35,7 @@ IN_SECONDS = ("kernel", "launch", "backward_launch", "collective")
 """The figures of `Reached` in seconds; the others are fractions."""
 CONTEXT = 2**29
 """Bytes of a process on a GPU beside what PyTorch allocates: the driver, and the kernels, which CUDA loads at their
-first use. It is a little more than the 300 MB and some that a first tensor takes (pytorch/pytorch#107667)."""
+first use. A first tensor takes somewhat more than 300 MB (pytorch/pytorch#107667)."""
 
 
 REACHED_PRODUCTS = {"float8": 0.65, "float16": 0.75, "bfloat16": 0.75, "tf32": 0.75, "float32": 0.9}
@@ -45,28 +45,28 @@ REACHED_PRODUCTS = {"float8": 0.65, "float16": 0.75, "bfloat16": 0.75, "tf32": 0
 class Reached:
     """The fractions of a data sheet's rates that programs reach, and the seconds that launching takes.
 
-    These are the defaults of devices whose own are not known. Those of A100s and H100s were fitted to the published
-    times of `docs/published-times.md`. So were `launch` and `backward_launch`: the least among its hosts that run plain
-    PyTorch. The other defaults are round figures of the same size.
+    The defaults serve devices whose own figures are not known. The figures of A100s and H100s were fitted to the
+    published times of `docs/published-times.md`, and so were `launch` and `backward_launch`: the least among the hosts
+    there that run plain PyTorch. The other defaults are round figures of the same size.
     """
 
     products: dict[str, float] = field(default_factory=lambda: dict(REACHED_PRODUCTS), hash=False)
-    """Of large matrix products, by dtype."""
+    """Fraction of the FLOP/s that large matrix products reach, by dtype."""
     narrow: float = 1.0
-    """Of products with a side of at most 128, such as those of unfused attention; multiplies `products`."""
+    """Factor on `products` for matrix products with a side of at most 128, such as those of unfused attention."""
     attention: float = 0.6
-    """Of fused attention, whose products have softmax between them; multiplies `products`."""
+    """Factor on `products` for fused attention, which computes softmax between its products."""
     bandwidth: float = 0.85
     reduction: float = 0.9
-    """Of sums, norms and softmax; multiplies `bandwidth`."""
+    """Factor on `bandwidth` for sums, norms and softmax."""
     scattered: float = 0.5
-    """Of rows gathered from scattered places; multiplies `bandwidth`."""
+    """Factor on `bandwidth` for rows gathered from scattered places."""
     kernel: float = 2e-6
     """Fewest seconds of a kernel."""
     launch: float = 1.1e-5
     """The host's seconds for an operator: Python, dispatcher, autograd, launch."""
     backward_launch: float = 1.5e-5
-    """The same in backward, which runs in C++."""
+    """The host's seconds for an operator of backward, which autograd runs in C++."""
     link: float = 0.8
     network: float = 0.8
     collective: float = 1e-5
@@ -81,9 +81,9 @@ class Hardware:
     device: str
     """ "cuda" (ROCm's devices too) or "cpu"."""
     memory_bytes: int
-    """All that CUDA reports, including the part of the context."""
+    """Total bytes, as CUDA reports them, including those of CUDA's context."""
     blas_workspace_bytes: int
-    """What PyTorch takes for each cuBLAS handle and stream unless the user sets a size."""
+    """Workspace that PyTorch takes for each cuBLAS handle and stream unless the user sets a size."""
     flops: dict[str, float] = field(hash=False)
     """Published FLOP/s of dense matrix products, by the dtypes in which the chip has them."""
     bandwidth: float

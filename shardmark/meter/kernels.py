@@ -53,7 +53,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Kernel:
-    """All calls of one kernel in one phase; `share` is of the phase's total."""
+    """All calls of one kernel in one phase; `share` is their fraction of the phase's kernel time."""
 
     name: str
     category: str
@@ -149,8 +149,8 @@ def read_profile(
 
 
 def _is_operator(event: FunctionEvent) -> bool:
-    """Whether it is an operator of the dispatcher (aten::mm) or a compiled graph: no range, node of autograd or Python
-    function."""
+    """Whether the event is an operator of the dispatcher (aten::mm) or a compiled graph, and not a range, an autograd
+    node or a Python function."""
     if event.is_user_annotation or event.name.startswith("autograd::"):
         return False
     return "::" in event.name or event.name.startswith("## Call CompiledFxGraph")

@@ -1,5 +1,4 @@
-"""The passes over a case: one under the memory meter, timed rounds of it and its peer, and those of the test's
-observers.
+"""The passes over a case: one under the memory meter, timed rounds of the case and its peer, and the observers' passes.
 
 Everything here runs on the ranks of a world, in the process that holds the device; a single-device case is a world of
 one. The results are plain numbers.
@@ -46,7 +45,7 @@ MOST_PASSES = 10
 PyTorch's DDP is some bytes over."""
 
 PATIENCE = 50
-"""Rounds are added while a verdict is undecided, for at most this many times their usual seconds: with its warm-ups a
+"""Rounds are added while a verdict is undecided, for at most this many times `Rounds.max_seconds`: with its warm-ups a
 case then takes a minute at most."""
 
 LOOK = 1.25
@@ -91,7 +90,8 @@ def _meter_and_time(plan: Plan) -> Measured:
 
 
 def _overstated(plan: Plan, peak: int) -> bool:
-    """Whether a rank's peak exceeds the formula or the older row, or another rank's by more than they may differ."""
+    """Whether a rank's peak exceeds the formula or the older row, or another rank's peak by more than a factor of
+    RANKS_ALIKE."""
     if plan.world_size == 1 or plan.memory is None:
         return False
     least, most = -_largest(plan, -peak), _largest(plan, peak)
@@ -100,11 +100,11 @@ def _overstated(plan: Plan, peak: int) -> bool:
 
 
 Steady = Callable[[Callable[[Mark], None], Mark], None]
-"""Runs a step with that mark: the steady-state step."""
+"""Called with the workload's step and a mark to run the steady-state step."""
 
 
 def meter_pass(plan: Plan, steady: Steady = lambda step, mark: step(mark)) -> tuple[Workload, Memory, float]:
-    """One metered pass that starts from nothing, so that the meter sees every byte; and its first step's seconds."""
+    """Make the workload and run its first steps under the meter: (workload, its memory, seconds of the first step)."""
     release(plan.device)
     with meter(plan.device) as memory:
         workload = plan.workload(plan.implementation, plan.case, plan.device)
@@ -138,8 +138,8 @@ def meter_pass(plan: Plan, steady: Steady = lambda step, mark: step(mark)) -> tu
 def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     """Rounds in which the implementation, its peer and its parts take turns in random order.
 
-    There are enough of them for a verdict, if one is asked for. While it is undecided, rounds of the implementation and
-    its peer are added.
+    Enough rounds run for a verdict, if one is asked for. While the verdict is undecided, rounds of the implementation
+    and its peer are added.
     """
     steps: dict[str, tuple[Workload, Callable[[Mark], None]]] = {IMPLEMENTATION: (mine, mine.step)}
     for observer in plan.observers:
@@ -188,7 +188,7 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
 def rounds_while(
     undecided: Callable[[], bool], first: int, rounds: Rounds, largest: Callable[[float], float] = lambda own: own
 ) -> Iterator[int]:
-    """Numbers of rounds: `first` of them, then more while something is undecided and they have not taken too long.
+    """Yield the numbers of rounds: `first` rounds, then more while `undecided()` and until they have taken too long.
     `largest` returns the largest of the ranks' seconds, so that all ranks decide alike."""
     done, began = 0, time.perf_counter()
     while done < first:
@@ -231,7 +231,7 @@ def warmed_up(plan: Plan, count: int = WARMUPS) -> Any:
 def blocks_at_peak(plan: Plan, warmups: int = WARMUPS) -> list[Held]:
     """This rank's tensors at the peak of the step after the warm-ups, largest first. Every rank must call it together.
 
-    It is a pass of its own, for a failed budget: recording Python's frames takes long.
+    It makes a pass of its own, after a budget has failed: recording Python's frames is slow.
     """
     release(plan.device)
     with workers_free_first(plan.device), recording(plan.device, lines=True) as recorded:
@@ -261,7 +261,7 @@ def timed_step(plan: Plan, workload: Workload, step: Callable[[Mark], None], ahe
 
 
 def _largest(plan: Plan, values: T) -> T:
-    """The largest of the ranks' values, so that all of them decide alike: of a number, or of each number in lists."""
+    """The maximum over the ranks of a number, or of each number in lists, so that all ranks decide alike."""
     if plan.world_size == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device=plan.device)

@@ -63,9 +63,9 @@ class Memory:
 
     phases: dict[str, int] = field(default_factory=dict)
     peak: int = 0
-    """The most live at once, tensors and workspace together."""
+    """Peak of tensors and workspace together."""
     tensors: int = 0
-    """The most live at once of tensors alone, which formulas give."""
+    """Peak of tensors alone, which formulas give."""
     workspace: Workspace = Workspace()
     peaks: dict[str, int] = field(default_factory=dict)
     """The peak of tensors in each of the first steps, by name."""
@@ -205,7 +205,7 @@ class _CudaMeter(Meter):
 
 
 METERS = {"cpu": Meter, "cuda": _CudaMeter}
-"""By device."""
+"""Class of meter by device."""
 
 
 def release(device: str) -> None:

@@ -70,7 +70,7 @@ def held_at_peak(events: Sequence[Event]) -> list[Held]:
 def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
     """Both lists, in MiB; the formula's alone if nothing was found. A formula without named terms is one line.
 
-    A prediction has operators, modules and lines itself: there the lines are what holds more than predicted.
+    A prediction has operators, modules and lines itself: then the lines list the origins that hold more than predicted.
     """
     if found and (predicted := getattr(formula, "held", None)):
         yield from _lines_beyond(predicted(), found)

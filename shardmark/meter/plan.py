@@ -22,7 +22,7 @@ IMPLEMENTATION, PEER, COMPUTE, COMMUNICATION = "implementation", "peer", "comput
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often to measure, in terms of pytest-benchmark's options."""
+    """The number of rounds, as pytest-benchmark's options set it."""
 
     minimum: int = 5
     maximum: int = 100
@@ -41,7 +41,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Identity:
-    """What is known of a row before anything is measured."""
+    """The identity of a row, known before anything is measured."""
 
     family: str
     implementation: str
@@ -82,11 +82,11 @@ class Plan:
 
 
 class RankObserver:
-    """The part of an observer that runs on ranks. Only the class is sent to them. An instance's attributes are for the
-    row, which is filled in pytest's process (`shardmark.rows.observers`).
+    """The part of an observer that runs on ranks. Only the class is sent to the ranks. An instance's attributes are for
+    the row, which is filled in pytest's process (`shardmark.rows.observers`).
 
-    `needs` names methods that the workload must have. `timed` has those that are timed in the same rounds as the step,
-    by the names of their laps.
+    `needs` names methods that the workload must have. `timed` maps the names of laps to methods that are timed in the
+    same rounds as the step.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()

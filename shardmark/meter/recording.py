@@ -1,16 +1,16 @@
-"""Every block of memory that was allocated and released while recording, in order, and who allocated it.
+"""Record every block of memory that is allocated or released, in order, and who allocated it.
 
     with recording("cpu") as recorded:
         ...
     for event in recorded.replay(): ...
 
 A block is workspace if one of PyTorch's operators allocated it and freed it before it returned: oneDNN's accumulators,
-a fused kernel's tiles. So is what cuBLAS allocates within an operator and keeps. Its size depends on the processor and
-the library. All other blocks are tensors.
+a fused kernel's tiles. cuBLAS's workspaces count as workspace too, though cuBLAS keeps them. The size of workspace
+depends on the processor and the library. All other blocks are tensors.
 
 The profiler does not report a release by another thread than the one that allocated. Two rules find these releases. A
-block is gone once a new one is given out at its address. What a functional collective takes for itself, as Gloo copies
-what it reduces to scatter, is gone once its result has been waited for.
+block is free once a new one is allocated at its address. A functional collective's own blocks, such as Gloo's copy of a
+reduce-scatter's input, are free once its result has been waited for.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def no_gc() -> Iterator[None]:
 def recording(device: str, lines: bool = False) -> Iterator[Recording]:
     """Record every allocation on `device` ("cpu" or "cuda"); with `lines` also its Python line, which is slow."""
     recorded = Recording(device, profile(profile_memory=True, with_stack=lines))
-    have_libraries_give_back(device)  # or a later recording would not see what an earlier one had them take
+    have_libraries_give_back(device)  # or this recording would not see workspaces that an earlier one left
     with recorded.profiler, _requests_remembered(device) as recorded.requested:
         yield recorded
         mark(END)

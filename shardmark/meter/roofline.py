@@ -28,10 +28,10 @@ class Roofline:
     machine without fast arithmetic in the dtype, such as a CPU in float16, may convert and must not exceed 100%."""
     bytes_per_second: float
     peak_flops_per_second: float
-    """What MFU is a fraction of: the chip's published dense peak where it is known, else `flops_per_second`."""
+    """The denominator of MFU: the chip's published dense peak where it is known, else `flops_per_second`."""
 
     def seconds(self, work: Work) -> float:
-        """The least seconds of the work: the larger of arithmetic's and of memory traffic's."""
+        """The least seconds of the work: its arithmetic's or its memory traffic's, whichever takes longer."""
         return max(work.flops / self.flops_per_second, work.bytes_moved / self.bytes_per_second)
 
 
@@ -79,7 +79,7 @@ def measure_roofline(device: str, dtype: torch.dtype) -> Roofline:
 
 
 def _rates(device: str, dtype: torch.dtype) -> Roofline:
-    # On CUDA it is so large that the few microseconds of a launch do not count.
+    # On CUDA the copy is so large that the few microseconds of a launch do not count.
     source = torch.empty(2**31 if device == "cuda" else 2**25, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     copy = _fastest(device, lambda: target.copy_(source))
@@ -91,10 +91,11 @@ def _rates(device: str, dtype: torch.dtype) -> Roofline:
 
 
 def attainable_flops(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s that nothing in `dtype` exceeds on `device`: of products in it, or in float32, to which it may convert.
+    """Upper bound of FLOP/s in `dtype` on `device`: the rate of products in it, or in float32, to which code may
+    convert.
 
-    On CPU they are at least one thread's, by its CPU seconds, times our threads: processes that take the cores lengthen
-    a product, but not its CPU seconds.
+    On CPU it is at least one thread's rate, by its CPU seconds, times the number of threads: other processes on the
+    cores lengthen a product, but not its CPU seconds.
     """
     rates = max(_products_rate(device, each) for each in {dtype, torch.float32})
     if device == "cpu":

@@ -31,8 +31,8 @@ class _Saved:
 def saved_bytes(workload: Workload) -> int | None:
     """Bytes that autograd keeps at the end of forward: at the mark "forward", or when backward first asks for a tensor.
 
-    After the mark backward does not run. Under hooks it would get the tensor that a parameter had when it was saved,
-    though FSDP may have replaced it.
+    Backward does not run after the mark: under hooks it would get a parameter's tensor at the time of saving, though
+    FSDP may have replaced it.
     """
     own = [StorageWeakRef(storage) for tensor in _own_tensors(workload) for storage in _storages(tensor)]
     packed: list[weakref.ref[_Saved]] = []

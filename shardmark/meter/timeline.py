@@ -34,17 +34,17 @@ Bytes = dict[str, int]
 class Timeline:
     """One step's memory, in bytes by kind.
 
-    Each block has one kind for its whole life: the kind that the caller named, if any. Of the others, those live before
-    the step are inputs and buffers. Those that forward allocates and that outlive it are activations. Those that an
-    operator allocates and frees are workspace (`shardmark.meter.recording`). The rest are temporaries.
+    Each block has one kind for its whole life: the kind that the caller named, if any. Any other block is an input or
+    buffer if it is live before the step, an activation if forward allocates it and it outlives forward, workspace if an
+    operator allocates and frees it (`shardmark.meter.recording`), else a temporary.
     """
 
     phases: dict[str, Bytes] = field(default_factory=dict)
     """Bytes live at each mark from "before_step" on, and at "peak"."""
     curve: list[Bytes] = field(default_factory=list)
-    """At most 200 moments from "before_step" on, each the largest of the moments that it stands for."""
+    """At most 200 moments from "before_step" on, each the largest of one stretch of the step."""
     activations: list[Block] = field(default_factory=list)
-    """What forward keeps for backward."""
+    """Blocks that forward keeps for backward."""
     largest: list[Block] = field(default_factory=list)
     """The ten largest blocks live at the peak, without parameters, gradients and optimizer state."""
 

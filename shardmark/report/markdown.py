@@ -89,7 +89,7 @@ def _listed(title: str, tests: dict[str, str], summary: Summary) -> Iterator[str
 
 
 def _compared(changes: Changes) -> Iterator[str]:
-    """What is worse, undecided and better than in another run, and how many rows were compared."""
+    """Rows that are worse, undecided and better than in another run, and the number of rows compared."""
     counts = ", ".join(f"{changes.of(outcome)} {outcome}" for outcome in (WORSE, OPEN, BETTER))
     yield from ("", f"## Against {inert(changes.name)}: {counts}", "")
     yield from (f"- {inert(count)}" for count in changes.counts)

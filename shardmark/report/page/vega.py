@@ -2,10 +2,10 @@
 
 Altair only writes the specification. `vl-convert-python` is Vega-Lite itself with an engine to run it, so the page
 needs no script to show a plot and loads none. It draws a plot in a tenth of a second and leaves room for names of any
-length. What else was tried: matplotlib, which draws this suite's documents, takes five times as long, more than a page
-of 2,000 rows may take, and finds room for names only by laying out each plot twice. Plotly and ECharts draw in the
-reader's browser: more than a megabyte before the first figure, and nothing without JavaScript. uPlot is small, but
-draws on a canvas, which neither a theme's colours nor a screen reader reaches.
+length. Alternatives that were tried: matplotlib, which draws this suite's documents, takes five times as long, more
+than a page of 2,000 rows may take, and finds room for names only by laying out each plot twice. Plotly and ECharts draw
+in the reader's browser: more than a megabyte before the first figure, and nothing without JavaScript. uPlot is small,
+but draws on a canvas, which neither a theme's colours nor a screen reader reaches.
 """
 
 from __future__ import annotations
