@@ -1,6 +1,6 @@
 """Predict a case's memory and step time on hardware that is not there, and which strategies fit.
 
-Importing it lets memory formulas stand beside a simulated step (`shardmark.api.reference`).
+Importing it installs the simulated step that memory formulas use (`shardmark.api.reference`).
 """
 
 from shardmark.api.reference import Followed, Plain, install

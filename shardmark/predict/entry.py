@@ -11,8 +11,8 @@ from shardmark.rows.row import Time
 def predicted_time_entry(
     step: Step, peer: Implementation | None, peer_step: Step | None, within: tuple[float, float] | None
 ) -> Time:
-    """The row's "time" of a simulation: the predicted step on the first rank, and the peer's. Of 10 real steps 9 lie
-    between the multiples `within` of the prediction; None where that is not known."""
+    """The row's "time" of a simulation: the predicted step on the first rank, and the peer's. 9 of 10 real steps lie
+    between the multiples `within` of the prediction; None where these are not known."""
     entry: Time = {
         "parts": step.parts,
         "mean_by_rank": [step.seconds],

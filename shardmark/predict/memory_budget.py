@@ -1,7 +1,7 @@
-"""The memory budget of a case that no closed form knows: what the simulation predicts for a steady-state step of it.
+"""The memory budget of a case without a formula: the simulated peak of its steady-state step.
 
-A model that keeps more with every step does so in a simulation, too. So the budget, which the third step is held to, is
-the second step's peak, by when the optimizer's state and torch DDP's buckets are there.
+A model that keeps more with every step does so in a simulation, too. So the third step is held to the second step's
+peak, at most: by then the optimizer's state and torch DDP's buckets exist.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardmark.verdict.budget import MemoryBudget
 
 
 class Predicted(int):
-    """So many bytes at the peak; `held()` finds the tensors that would be live there, largest first."""
+    """Predicted bytes at the peak; `held()` finds the tensors that are live there, largest first."""
 
     held: Callable[[], list[Held]]
 
@@ -33,14 +33,15 @@ class Predicted(int):
         return predicted
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return int, (int(self),)  # to ranks and rows go the bytes alone
+        return int, (int(self),)  # ranks and rows get the bytes alone
 
 
 def predicted_budget(
     plan: Plan, on: Hardware, slack: float = NEAR, of_ranks: Sequence[Memory] = (), *, every_rank: bool = True
 ) -> MemoryBudget:
-    """The budget of the rank that needs most: among `of_ranks` where these are predicted already, else among all;
-    unless `every_rank`, the first alone. That one needs most, or 0.4% less where ranks are assigned whole parameters.
+    """The budget of the rank that needs most, among `of_ranks` where these are predicted already, else among all ranks.
+    Without `every_rank` it is the first rank's, which needs most, or 0.4% less where ranks are assigned whole
+    parameters.
 
     Raises Unsupported where there is no prediction, as for a program whose operators depend on values.
     """
@@ -62,5 +63,6 @@ def _predictions(plan: Plan, on: Hardware, ranks: int) -> list[Memory]:
 
 
 def _steady(peaks: dict[str, int]) -> int:
-    """The smaller one: torch DDP's second step has its old buckets beside the new ones."""
+    """The smaller of the second and the third step's peak: in its second step torch DDP holds old buckets beside new
+    ones."""
     return min(peaks[SECOND], peaks[MEDIAN])

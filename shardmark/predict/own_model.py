@@ -1,4 +1,4 @@
-"""Check a user's own model, of `--model`, by following a forward and a backward pass of it."""
+"""Check a user's own model (`--model`) by a simulated forward and backward pass."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardmark.meter.allocations import user_line
 def check(spec: str, simulated: bool) -> OwnModel:
     """Run one forward and one backward pass of the model; return the facts that its cases need.
 
-    Kernels are left out there, so it costs no more for a large model; those of a program that depends on values run,
-    unless it is to be simulated. Raises RegistryError, in one line, for what is no such function, and for what it
-    raises.
+    The pass runs no kernels, so a large model costs no more. If the program depends on values it runs again with
+    kernels, unless it must be `simulated`. Raises RegistryError, in one line, where the spec names no such function or
+    the function raises.
     """
     label = f"--model {spec}"
     _, absolute = found(label, spec)

@@ -1,4 +1,4 @@
-"""Follow a plain step in a simulation: what is live from moment to moment, by name."""
+"""Simulate a plain step and find its live bytes, by name, at each moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predict what a case would take: the meter's own pass on one rank, without kernels and messages.
+"""Predict the memory and the time of a case: the meter's own pass on one rank, without kernels and messages.
 
 predict(plan, rank=0)      # what that rank would meter                                (`predict`)
 with no_kernels(...): ...  # operators allocate what they would, and compute nothing   (`no_kernels`, `kinds`)

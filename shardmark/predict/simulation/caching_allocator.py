@@ -5,13 +5,12 @@
     allocator.allocated, allocator.reserved  # 1024, 2 MiB
     allocator.free(block)
 
-It rounds sizes up to 512 bytes, takes segments of 2 MiB for what is at most 1 MiB, of 20 MiB for what is smaller than
-10 MiB, and of a multiple of 2 MiB for the rest, gives out the smallest free block that is large enough, splits off what
-is left over, and merges neighbours that are free. (PyTorch's documentation, "CUDA semantics: memory management"; the
+It rounds sizes up to 512 bytes. It takes a segment of 2 MiB for a block of at most 1 MiB, of 20 MiB for a block below
+10 MiB, and of a multiple of 2 MiB for a larger one. It gives out the smallest free block that is large enough, splits
+off what is left over, and merges free neighbours. (PyTorch's documentation, "CUDA semantics: memory management"; the
 figures are those of its header c10/core/AllocatorConfig.h.) Each stream has pools of its own. Segments without a block
 in use go back to the device in `empty_cache`, and where more than `limit` bytes would be reserved. A freed block that
-other streams use is reused only when the host sees that they are done with it
-(`shardmark.predict.simulation.streams`).
+other streams use is reused only when the host sees that they are done with it (`shardmark.predict.simulation.streams`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from shardmark.predict.simulation.streams import FIRST, USED, Host, Progress
 
 MIB = 2**20
 ROUND = 512
-"""Sizes are multiples of it."""
+"""Sizes of blocks are multiples of this."""
 SMALL = MIB
 """The largest block of the small pool; a large block is split only if more than this is left over."""
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
@@ -70,7 +69,7 @@ class CachingAllocator:
         self._limit = limit
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._in_use: list[tuple[_Piece, Progress]] = []
-        """Blocks that were freed, and how far streams must be."""
+        """Freed blocks that other streams use, each with the progress at which it may be reused."""
         self._address = 0
 
     def allocate(self, nbytes: int, stream: str = "") -> _Piece | None:
@@ -105,7 +104,7 @@ class CachingAllocator:
             self._pool(piece)
 
     def see(self, has_seen: Callable[[Progress], bool] = lambda needed: True) -> None:
-        """Make blocks reusable that streams have finished with: all of them, or as far as the host has seen."""
+        """Make freed blocks reusable whose needed progress `has_seen`; by default, all of them."""
         in_use, self._in_use = self._in_use, []
         for piece, needed in in_use:
             if has_seen(needed):
@@ -157,7 +156,7 @@ def _merged(first: _Piece, second: _Piece) -> _Piece:
 
 @dataclass(frozen=True)
 class AtMark:
-    """Bytes at one moment: allocated, its peak since the last reset, reserved, and its peak."""
+    """Bytes at one moment: allocated and reserved, and the peak of each since the last reset."""
 
     allocated: int
     peak_allocated: int

@@ -1,24 +1,23 @@
 """Estimate the bytes that NCCL takes on a GPU, outside PyTorch's allocator, from its public sources and logs.
 
-A communicator has channels, and for each channel buffers to receive in from every rank that this one is connected to
-there, for three protocols:
+A communicator has channels. A channel has, for each rank that it connects to, receive buffers for three protocols:
 
     Simple    4 MiB (NCCL_BUFFSIZE)
     LL        8 lines x 512 threads x 8 steps x 16 bytes   (src/include/device.h)
     LL128     120 elements x 640 threads x 8 steps x 8 bytes
 
-which are 9.2 MiB, in pages of 2 MiB 10 MiB, and a page for what is sent: NCCL's own log of allocations says 10,485,760
-and 2,097,152 bytes (NVIDIA/nccl#1685). A ring has one connection to each side, a tree its reverse. On NVSwitch from
-Hopper on, with more than two GPUs of a node, NVLink SHARP has 2 x 1 MiB more for each of 16 channels and each of these
-GPUs (src/transport/nvls.cc).
+Together they take 9.2 MiB, which is 10 MiB in pages of 2 MiB, and sending takes one more page: NCCL's own log of
+allocations says 10,485,760 and 2,097,152 bytes (NVIDIA/nccl#1685). A ring has one connection to each side, a tree its
+reverse. On NVSwitch from Hopper on, with more than two GPUs of a node, NVLink SHARP has 2 x 1 MiB more for each of 16
+channels and each of these GPUs (src/transport/nvls.cc).
 
-Not in it: what `send` and `receive` connect, all-to-all for one; buffers of the network; a second communicator, such as
-each further process group's. Against what was reported (not how often, and of single versions):
+Not counted are connections of `send` and `receive`, as in all-to-all, the network's buffers, and a second communicator,
+such as each further process group's. Compared with reports, each of one version:
 
     8 H100: 832 MiB here; some 0.5 GiB beside the context, where ring and NVLink SHARP are connected (nccl#1685)
     4 A100: 576 MiB here; 688 MiB (nccl#964), of a version that connected all it knows from the beginning
 
-Since NCCL 2.22 algorithms are connected once they are used, so that this is rather too much.
+Since NCCL 2.22 an algorithm is connected when it is first used, so this estimate is rather too large.
 """
 
 from __future__ import annotations

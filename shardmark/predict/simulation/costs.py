@@ -1,7 +1,7 @@
 """Count an operator's work: matrix products, and bytes read and written.
 
-Counted from the shapes of what goes in and what comes out. Operators that only look at a tensor otherwise (views) or
-lay out memory have nothing to do there. FLOPs of products are PyTorch's own counts (`torch.utils.flop_counter`).
+Work is counted from the shapes of arguments and results. Views, and operators that only lay out memory, have none.
+FLOPs of products are PyTorch's own counts (`torch.utils.flop_counter`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardmark.predict.simulation.kinds import Kind, kind_of, tensors_in, writte
 aten = torch.ops.aten
 
 SECTOR = 32
-"""Bytes that a GPU reads at least, of which a strided tensor uses a part."""
+"""Bytes of a GPU's smallest read; a strided tensor uses a part of them."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Product:
 
 @dataclass(frozen=True)
 class Cost:
-    """One operator's work on its device. `dtype` is that in which products are computed."""
+    """One operator's work on its device. `dtype` is the dtype in which products are computed."""
 
     dtype: torch.dtype
     flops: float
     """FLOPs of matrix products; other operators count none, as bytes bound them."""
     nbytes: float
-    """Read and written, once each."""
+    """Bytes read and written, each once."""
     products: tuple[Product, ...] = ()
     """Shapes of plain matrix products; empty for attention and others."""
     reduces: bool = False
@@ -117,7 +117,7 @@ def _bytes(
         return sum(2 * touched(each) for each in made) + sum(map(touched, given[1:]))
     if name in _INTO_ROWS:
         return sum(map(touched, given[1:])) + 2 * touched(given[-1]) + sum(2 * touched(each) for each in made)
-    # Fused optimizers may scale gradients, and do not.
+    # By their schemas fused optimizers write gradients, to scale them; here they scale none.
     written = [tensors for argument, tensors in arguments_written if argument.name != "grads"]
     outs = any(argument.is_out for argument, _ in arguments_written)
     reads = sum(map(touched, given))

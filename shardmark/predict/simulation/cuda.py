@@ -1,4 +1,4 @@
-"""CUDA's rules for tensors on the CPU: what PyTorch does differently on CUDA and takes memory.
+"""CUDA's rules for tensors on the CPU: where PyTorch takes other memory on CUDA than on the CPU.
 
 - autocast has other lists (`shardmark.predict.simulation.autocast`);
 - `scaled_dot_product_attention` has other kernels, which save and need other things, and RMSNorm one of its own;
@@ -41,7 +41,7 @@ from shardmark.predict.simulation.workspaces import Workspaces
 aten = torch.ops.aten
 
 _FLASH_WIDTH = 256
-"""FlashAttention takes heads of up to so many values."""
+"""Largest head dimension that FlashAttention takes."""
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -52,7 +52,7 @@ def rules_of_cuda(hardware: Hardware, schedule: Schedule) -> Iterator[Workspaces
     supported = optimizers._get_foreach_kernels_supported_devices()
     with ExitStack() as stack:
         operators = stack.enter_context(_scoped_library("aten", "IMPL"))
-        # With a kernel it is one operator to autograd, whose backward is one as well.
+        # With a kernel on the CPU, RMSNorm is one operator to autograd, and so is its backward.
         operators.impl("_fused_rms_norm", _never, "CPU")
         for key in ("AutogradCPU", "FPGA"):
             operators.impl("scaled_dot_product_attention", partial(_attention, hardware), key)
@@ -70,8 +70,8 @@ def rules_of_cuda(hardware: Hardware, schedule: Schedule) -> Iterator[Workspaces
 
 
 class _Streams:
-    """Streams and events with names: on the CPU those of PyTorch's FSDP and DDP do nothing. They are noted in the
-    recording, for `shardmark.predict.simulation.streams`, and in the schedule, which waits."""
+    """Replaces the streams and events of PyTorch's FSDP and DDP, which do nothing on the CPU. Their uses are noted in
+    the recording, for `shardmark.predict.simulation.streams`, and in the schedule, which waits."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -92,7 +92,7 @@ class _Streams:
             (torch.cpu.Stream, "wait_event", lambda stream, event: event.wait(stream)),
             (Tensor, "record_stream", lambda tensor, stream: self.use(tensor, stream)),
             (Logger, "set_runtime_stats_and_log", self.log(Logger.set_runtime_stats_and_log)),
-            # PyTorch's own records those of devices alone that have streams.
+            # PyTorch's own function does nothing on a device without streams.
             *((each, "_no_dispatch_record_stream", self.use) for each in (_flat_param, _runtime_utils)),
         ]
 
@@ -217,7 +217,8 @@ def _attention(
 ) -> Tensor:
     """`scaled_dot_product_attention` with the first backend that is enabled and takes these arguments.
 
-    cuDNN's, which recent PyTorch prefers on Hopper, saves what FlashAttention saves, and counts as that.
+    cuDNN's backend, which recent PyTorch prefers on Hopper, saves what FlashAttention saves, and counts as
+    FlashAttention.
     """
     if not query.dtype == key.dtype == value.dtype:
         raise RuntimeError(f"query, key and value have one dtype, not {query.dtype}, {key.dtype} and {value.dtype}")
@@ -265,7 +266,7 @@ def _backends(
 
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:
-    """The tensor, its last dimension padded with zeros to a multiple of that."""
+    """The tensor with its last dimension padded with zeros to a multiple of `multiple`."""
     missing = -tensor.size(-1) % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 

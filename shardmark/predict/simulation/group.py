@@ -1,6 +1,8 @@
-"""One rank of a process group whose other ranks are not there: collectives send nothing, and allocate what Gloo does.
+"""One rank of a process group whose other ranks are not there: collectives send nothing, and allocate what Gloo or NCCL
+does.
 
-Every rank is taken to do what this one does, and to have the same small numbers: they arrive as this rank's own.
+Every other rank is assumed to do what this one does, and to hold the same small tensors: what it would send arrives as
+this rank's own.
 """
 
 from __future__ import annotations
@@ -182,8 +184,8 @@ def _received(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def one_rank_of(size: int, rank: int = 0, backend: str = "gloo", schedule: Schedule = UNTIMED) -> Iterator[None]:
-    """Be that rank of a process group of that size in the block; every rank counts as doing the same. The schedule
-    learns of waits for all-reduces."""
+    """In the block this process is rank `rank` of a process group of `size` ranks, which all do the same. Waits for
+    all-reduces go to the schedule."""
 
     def wait(work: Work, *timeout: Any) -> bool:
         waited = _wait(work, *timeout)
@@ -206,7 +208,7 @@ def one_rank_of(size: int, rank: int = 0, backend: str = "gloo", schedule: Sched
             patches.enter_context(patch.object(module, "all_gather_object", _gathered))
             patches.enter_context(patch.object(module, "broadcast_object_list", _received))
         patches.enter_context(patch.object(c10d, "_new_process_group_helper", partial(_without_ranks, backend)))
-        # PyTorch puts it into what it says of an error on a group of NCCL, and a build without CUDA has none.
+        # PyTorch names NCCL's version in errors of an NCCL group, and a build without CUDA has none.
         patches.enter_context(patch("torch.cuda.nccl.version", lambda: (0, 0, 0)))
         patches.enter_context(shortcuts())
         dist.init_process_group("gloo", store=FakeStore(), rank=rank, world_size=size)

@@ -44,12 +44,12 @@ _ALLOCATE = ("empty", "set_", "resize_", "_unsafe_view", "unsafe_split", "lift",
 
 _NAMED = {
     aten._local_scalar_dense.default: Kind.READ,
-    # Made of others on the CPU; it comes here where CUDA's rules are followed.
+    # The CPU composes it of other operators; under CUDA's rules it is one operator.
     aten._fused_rms_norm.default: Kind.ALLOCATE,
 }
 
 _FOR_ALL_DEVICES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-"""Keys of kernels that make an operator of others, on devices that have no kernel of their own for it."""
+"""Keys of kernels that compose an operator of others, on devices that have no kernel of their own for it."""
 
 
 LEFT_AMONG_ELEMENTS = (
@@ -84,7 +84,7 @@ def kind_of(operator: OpOverload) -> Kind:
 
 @cache
 def made_of_others() -> tuple[OpOverload, ...]:
-    """The operators that PyTorch would make of others here, and that have tensors to compute with or write to.
+    """Operators that PyTorch composes of others on the CPU, and that take tensors.
 
     The meter counts each as one operator, whose temporaries are its workspace. Operators with a `device` argument are
     left out: they make tensors of the program's own numbers, or move tensors.
@@ -105,7 +105,7 @@ def made_of_others() -> tuple[OpOverload, ...]:
 
 def of_finite_numbers(operator: OpOverload, args: Sequence[Any]) -> bool | None:
     """The result of a comparison that tests for finite numbers, if all are finite; None for other operators. A
-    simulation takes numbers that it does not compute for finite, as training would stop with others."""
+    simulation assumes that values it does not compute are finite, as training would stop otherwise."""
     if operator in (aten.eq.Tensor, aten.ne.Tensor):
         return operator is aten.eq.Tensor if args[0] is args[1] else None  # a NaN is not itself
     if operator in (aten.eq.Scalar, aten.ne.Scalar):
@@ -125,7 +125,7 @@ def _is_of_other_devices(name: str) -> bool:
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, those of lists too."""
+    """The tensors among an operator's arguments or results, also inside lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,8 +1,8 @@
 """Seconds of a collective: its steps' latency, and the bytes over the narrowest link.
 
-Inside a node all links of a device together; where a group has ranks in several nodes, its ranks in a node share
-these nodes' adapters, but for messages and all-to-all, whose bytes go by the sender's own. A ring or two trees,
-whichever is faster (Sanders, Speck and Träff, "Two-tree algorithms", 2009); trees are for all-reduces alone, as in
+Inside a node a device sends over all its links together. Between nodes, a group's ranks in one node share the node's
+adapters; messages and all-to-all go by the sender's own adapter. An all-reduce runs on a ring or on two trees,
+whichever is faster (Sanders, Speck and Träff, "Two-tree algorithms", 2009); other collectives run on a ring, as in
 NCCL.
 """
 
@@ -18,7 +18,7 @@ _MESSAGES = ("send", "receive")
 
 
 def collective_seconds(hardware: Hardware, name: str, nbytes: int, ranks: Sequence[int]) -> float:
-    """Seconds of one collective; `nbytes` is the larger of what goes in and what comes out on a rank."""
+    """Seconds of one collective; `nbytes` is the larger of a rank's input and output."""
     if len(ranks) == 1:
         return 0.0
     reached, size = hardware.reached, len(ranks)

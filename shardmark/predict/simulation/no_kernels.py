@@ -8,8 +8,8 @@ Tensors are PyTorch's own, on the CPU: autograd, hooks, wrappers and the allocat
 memory meter sees every allocation of the real run, at the same moment. As nothing is written, the kernel gives them no
 pages: they may be far larger than the machine's memory.
 
-Small tensors that are made from the program's own numbers (indices, sizes, loss scales) are computed. Whatever a kernel
-that was left out would have written has no value, and a program that asks for it is refused.
+Small tensors that are made from the program's own numbers (indices, sizes, loss scales) are computed. Other results
+have no values, as their kernels were left out, and a program that reads one is refused.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from shardmark.predict.simulation.kinds import (
 from shardmark.predict.simulation.schedule import Schedule
 
 SMALL = 2**14
-"""Tensors of up to so many elements have values, where these follow from the program's own."""
+"""Most elements of a tensor whose values are computed, where these follow from the program's own numbers."""
 INDICES = 2**20
-"""The same of whole numbers: a mesh has one for each rank."""
+"""Most elements of such a tensor of integers: a device mesh has one for each rank."""
 
 _KEY = torch._C._dispatch_key_parse("FPGA")
-"""Operators with this key come here. It lies above the CPU's kernels and below all that decides what is called:
-autograd, autocast, DTensor, a user's modes. PyTorch has nothing there: others support the device of that name.
+"""The dispatch key by which operators come here. It lies above the CPU's kernels and below all that decides what is
+called: autograd, autocast, DTensor, a user's modes. PyTorch itself registers no kernel under this key.
 """
 _KEYS = torch._C.DispatchKeySet(_KEY)
 
@@ -62,7 +62,7 @@ _FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 """Looks for infinite gradients, and writes what it found: none, in a simulation."""
 
 _PASSED_BY = (aten.as_strided.default, aten.view.default, aten.empty.memory_format, aten.empty_strided.default)
-"""They compute nothing, and need not come here one by one: FSDP cuts a tensor into as many views as there are ranks."""
+"""Operators that compute nothing and skip the key, to save time: FSDP cuts a tensor into one view for each rank."""
 
 Take = Callable[[OpOverload, tuple[Any, ...]], None]
 """Takes an operator's workspace and gives it back."""
@@ -82,8 +82,8 @@ class _Kernels:
         self._layouts: dict[Any, Any] = {}
         self._one_at_a_time = threading.Lock()  # fake tensors are for one thread
         self._alone: tuple[int, ...] | None = None
-        """Use counts, in `__call__`, of a gradient that autograd alone holds otherwise. Autograd would add to it in
-        place; as Python holds it too, `__call__` does so instead."""
+        """Use counts, in `__call__`, of a gradient that autograd alone holds otherwise. Autograd would add in place to
+        this gradient; as Python holds it too, `__call__` adds in place instead."""
 
     def learn(self) -> None:
         """Learn `_alone` from the sum of two gradients that only autograd holds."""
@@ -273,8 +273,8 @@ def _fake_alone(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def no_kernels(collective: Collective, take: Take | None = None, schedule: Schedule | None = None) -> Iterator[None]:
-    """Leave out the kernels of what the block runs on the CPU, in this thread and those that it starts; its collectives
-    are `collective`'s, for its operators `take` is called, and `schedule` takes note of them.
+    """Leave out kernels on the CPU in the block, in this thread and in those that it starts. `collective` replaces each
+    collective, `take` takes an operator's workspace, and `schedule` notes operators and collectives.
     """
     kernels = _Kernels(collective, take, schedule or Schedule())
     with ExitStack() as stack:

@@ -24,7 +24,8 @@ from shardmark.predict.simulation.program import GROUP, SUM, Call, Layout
 MOST_ROUNDS, LEAST_ROUNDS = 30, 5
 MOST_ROUNDS_OF_COLLECTIVES = 200
 BEFORE = 5e-4
-"""Seconds for which the ranks compute before a collective, as they do in a step: its threads wake up later then."""
+"""Seconds for which the ranks compute before a collective, as they do in a step: the collective's threads wake up later
+then."""
 SILENT = {"c10d::recv_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_"}
 """Collectives whose Gloo handles report completion only once waited for."""
 MOST_POOLS = 16
@@ -39,11 +40,11 @@ class Sent:
     launch: float
     """Seconds the host takes to start it."""
     alone: float
-    """Seconds from then on, where the host waits for it."""
+    """Seconds from the launch to the end, while the host waits for it."""
     beside: float
-    """Seconds where the host computes meanwhile."""
+    """Seconds from the launch to the end, while the host computes."""
     pace: float
-    """Fraction of its usual work that the host gets done meanwhile."""
+    """Fraction of its usual work that the host does while it computes beside the collective."""
 
 
 def operator_seconds(calls: Sequence[Call], budget: float, device: str, seed: int = 0) -> list[float]:
@@ -134,7 +135,7 @@ def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> lis
 
 
 def _cold_pools(calls: Sequence[Call], device: str) -> list[_Pool]:
-    """As many pools as it takes for a tensor to leave the caches before its next turn."""
+    """Enough pools for a tensor to leave the caches before its next use."""
     layouts = [each for each in tree_leaves([call.args for call in calls]) if isinstance(each, Layout)]
     nbytes = sum(layout.elements * layout.dtype.itemsize for layout in layouts)
     return [_Pool(device) for _ in range(min(MOST_POOLS, -(-COLD // max(1, nbytes))))]

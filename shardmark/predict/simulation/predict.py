@@ -34,7 +34,7 @@ from shardmark.rows.observers import timeline_pass
 
 @dataclass
 class Predicted(Measured):
-    """What one rank would measure, and when each operator of a step would run, by the hardware's name."""
+    """Predicted measurements of one rank, and the schedule of a step by the hardware's name."""
 
     steps: dict[str, Step] = field(default_factory=dict)
 
@@ -115,9 +115,9 @@ def simulation(
     records_streams: bool = False,
     schedule: Schedule | None = None,
 ) -> Iterator[Schedule]:
-    """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu".
-    With `records_streams` c10d calls `record_stream` for NCCL, as until 2025. `schedule` notes what is launched, by
-    default at that hardware's rates.
+    """In the block no kernels run: this process is rank `rank` of `ranks` on the hardware `on`. All tensors are on
+    "cpu". With `records_streams` c10d calls `record_stream` for NCCL, as until 2025. `schedule` notes what is launched,
+    by default at that hardware's rates.
 
     Yields the schedule. Raises Unsupported, in one line, where a tensor is larger than this machine's memory.
     """

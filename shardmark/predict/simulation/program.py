@@ -1,7 +1,7 @@
 """Record a step's launches in order: each operator with its layout, each collective, each wait.
 
-A simulation runs all of a step but its kernels, so the time between two of them is that of the program itself: Python,
-autograd, the dispatcher, views. It is measured here, as the step is simulated.
+A simulation runs all of a step but its kernels. So the time between two kernels is the program's own (Python, autograd,
+the dispatcher, views), and is measured here as the step is simulated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ GROUP, SUM = "a process group", "a sum"
 
 @dataclass(frozen=True)
 class Layout:
-    """Shape, strides and dtype of a tensor; `largest` is the largest value of whole numbers, which may be indices."""
+    """Shape, strides and dtype of a tensor; `largest` is the largest value of an integer tensor, whose values may be
+    indices."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -72,7 +73,7 @@ class Event:
     between: float = 0.0
     """Seconds of the program since the last event."""
     launches: int = 0
-    """Operators called meanwhile, views and this one included."""
+    """Operators called since the last event, views and this one included."""
     call: Call | None = None
     cost: Cost | None = None
     """Work of an operator that has a kernel."""
@@ -165,7 +166,7 @@ class Recorder(Schedule):
 
 
 def typical(steps: Sequence[Sequence[Event]]) -> list[Event]:
-    """The last of these steps; where all do the same, with the median of the programs' times."""
+    """The last step's events; the program's time before each is the median over the steps with as many events."""
     last = list(steps[-1])
     alike = [each for each in steps if len(each) == len(last)]
     return [replace(event, between=median(each[i].between for each in alike)) for i, event in enumerate(last)]

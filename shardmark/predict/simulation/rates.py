@@ -1,7 +1,8 @@
 """Seconds of an operator on a GPU: its products and its bytes, at rates that such a device reaches.
 
-Products run in tiles, as many at once as there are multiprocessors: of a small or narrow one, tiles stand idle or are
-partly empty. All else is bound by the device's memory (Williams, Waterman, Patterson, "Roofline", CACM 2009).
+Products run in tiles, as many at once as there are multiprocessors: with a small or narrow product, multiprocessors
+stand idle or tiles are partly empty. All else is bound by the device's memory (Williams, Waterman, Patterson,
+"Roofline", CACM 2009).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class GPU:
 
 
 def dtype_of_products(dtype: torch.dtype, hardware: Hardware) -> str:
-    """The key of `hardware.flops` by which products of that dtype are made."""
+    """The key of `hardware.flops` for matrix products of that dtype."""
     name = str(dtype).removeprefix("torch.")
     if name == "float32" and torch.get_float32_matmul_precision() != "highest" and "tf32" in hardware.flops:
         return "tf32"

@@ -1,9 +1,9 @@
 """The schedule of a simulated step, in seconds: when the host launches each operator, and when the device runs it.
 
-The host launches one operator after another, each onto the current stream; a stream runs its own in order, and begins
-one when it is launched and the last is over. Collectives have a stream of their own for each process group. Where the
-program waits for an event, for a stream or for a collective, the current stream waits, as on CUDA; a CPU has one
-stream, which is the host.
+The host launches one operator after another, each onto the current stream. A stream runs its operators in order: one
+begins once it is launched and the one before it has ended. Collectives have a stream of their own for each process
+group. Where the program waits for an event, for a stream or for a collective, the current stream waits, as on CUDA; a
+CPU has one stream, which is the host.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rates(Protocol):
         """Seconds that the host takes to launch an operator."""
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
-        """Seconds of a collective among those ranks; `nbytes` is the larger of what goes in and what comes out."""
+        """Seconds of a collective among those ranks; `nbytes` is the larger of a rank's input and output."""
 
     def least(self, cost: Cost) -> float:
         """The lower bound of `seconds`."""
@@ -60,11 +60,11 @@ class Span:
     begin: float
     end: float
     least: float
-    """Its lower bound, in seconds."""
+    """Lower bound of its seconds."""
     cost: Cost | None = None
-    """None of a collective."""
+    """Work of an operator; None for a collective."""
     nbytes: int = 0
-    """Of a collective."""
+    """Bytes of a collective."""
 
 
 @dataclass
@@ -79,7 +79,8 @@ class Step:
 
     @property
     def at_least(self) -> float:
-        """Seconds of the data sheet: products one after another, or a group's collectives, whichever takes longer."""
+        """Lower bound of seconds, by the data sheet: all products in turn, or one group's collectives, whichever takes
+        longer."""
         of_collectives: dict[str, float] = {}
         for span in self.spans:
             if span.cost is None:
@@ -106,7 +107,8 @@ class Schedule:
         self._free: dict[str, float] = {}
         self._current = [FIRST_STREAM]
         self._reduced: dict[int, float] = {}
-        """When all-reduces are over, by the address of each tensor; they have no other handle of ours."""
+        """Time at which each tensor's all-reduce ends, by the tensor's address: all-reduces have no other handle of
+        ours."""
         self._after_backward = 0.0
         self._spans: list[Span] = []
         self._marks: list[tuple[str, float]] = []
@@ -116,7 +118,7 @@ class Schedule:
         return self._running
 
     def step(self, step: Callable[[Mark], None], ahead: float = 0.0) -> Step | None:
-        """Run the step and return its predicted times; None where a compiler made it, whose kernels are not PyTorch's
+        """Run the step and return its predicted times; None where compiled code runs, whose kernels are not PyTorch's
         operators. The device begins `ahead` seconds later than the host. ValueError without rates."""
         if self.rates is None:
             raise ValueError("a schedule needs rates")
@@ -162,7 +164,8 @@ class Schedule:
             self._run(Span(name, self._current[-1], 0.0, self.rates.seconds(cost), self.rates.least(cost), cost))
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str) -> float:
-        """It is launched onto its group's stream, after what the current one has; returns when it is over."""
+        """Launch a collective onto its group's stream, after the current stream's work; returns the time at which it
+        ends."""
         if not self._running:
             return 0.0
         assert self.rates is not None
@@ -172,7 +175,7 @@ class Schedule:
         return self._run(Span(name, stream, 0.0, seconds, least, None, nbytes))
 
     def free(self, stream: str) -> float:
-        """When that stream has run everything launched onto it."""
+        """The time at which the stream has run everything launched onto it."""
         return self._free.get(stream, 0.0)
 
     def wait(self, until: float, stream: str | None = None) -> None:

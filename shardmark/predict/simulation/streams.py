@@ -1,15 +1,14 @@
 """When the host sees that a stream is done with a block of another one.
 
-A block that another stream reads too is marked by `Tensor.record_stream`. Once it is freed, the caching allocator gives
-it out again only when it sees that stream to be past it (insert_events and process_events in PyTorch's
-c10/cuda/CUDACachingAllocator.cpp). The host is far ahead of the GPU, and so it sees that only where it waits: for an
-event, as the rate limiter of PyTorch's FSDP1 does, or for all that it has enqueued.
+A block that another stream reads too is marked by `Tensor.record_stream`. Once the block is freed, the caching
+allocator gives it out again only when it sees that the other stream is past its use (insert_events and process_events
+in PyTorch's c10/cuda/CUDACachingAllocator.cpp). The host is far ahead of the GPU, and so it sees that only where it
+waits: for an event, as the rate limiter of PyTorch's FSDP1 does, or for all that it has enqueued.
 
-Two readings of a recording, each from what it says of streams, events and waits:
+Two readings of a recording's streams, events and waits:
 
-- expected: what a stream is given takes no time of its own, beside that of the first stream, which computes. Messages
-  and copies are done as soon as what they waited for is.
-- slowest: no stream is past anything that no wait of the host is known to have followed.
+- expected: only the first stream, which computes, takes time. Messages and copies end as soon as what they wait for.
+- slowest: a stream has passed only those points that a wait of the host proves.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from collections.abc import Iterable
 from shardmark.meter.allocations import ALLOCATOR
 
 USED = ALLOCATOR + "used "
-"""Begins the mark that another stream uses a block: the block's address and the stream follow."""
+"""Prefix of the mark that another stream uses a block; the block's address and the stream follow."""
 RECORDED = ALLOCATOR + "event "
-"""Begins the mark that an event is recorded: its number and the stream follow."""
+"""Prefix of the mark that an event is recorded; its number and the stream follow."""
 FOLLOWED = ALLOCATOR + "follows "
-"""Begins the mark that a stream waits for what another one has been given so far: both follow, parted by a slash."""
+"""Prefix of the mark that a stream waits for another one's work so far; both names follow, separated by a slash."""
 AWAITED = ALLOCATOR + "host waits for event "
-"""Begins the mark that the host waits for an event: its number follows."""
+"""Prefix of the mark that the host waits for an event; its number follows."""
 ALL_AWAITED = ALLOCATOR + "host waits"
 """The mark that the host waits for all that it has enqueued."""
 ALL_AWAITED_AS_KERNELS_LOAD = ALLOCATOR + "host waits as kernels are loaded"
-"""The same, which drivers may do and need not."""
+"""The mark that the host may wait for all that it has enqueued, as some drivers do when they load kernels."""
 
 FIRST = ""
 """The stream that computes."""
 
 Progress = dict[str, int]
-"""How far streams are, by name: a stream that is not there has done nothing."""
+"""The position that each stream has reached, by name; a missing stream has done nothing."""
 
 
 class Host:
@@ -45,7 +44,7 @@ class Host:
     def __init__(self, slowest: bool = False) -> None:
         self._slowest = slowest
         self._position = 0
-        """Counts steps of the recording, or by the expected reading what was allocated to compute."""
+        """Steps of the recording so far; by the expected reading, only allocations on the first stream count."""
         self._waited_for: dict[str, Progress] = defaultdict(dict)
         self._at_events: dict[str, Progress] = {}
         self._seen: Progress = {}
@@ -86,6 +85,6 @@ class Host:
 
 
 def _advance(progress: Progress, further: Progress) -> None:
-    """The progress of each stream by whichever of the two is further."""
+    """Advance each stream of `progress` to its position in `further`, where that one is larger."""
     for stream, position in further.items():
         progress[stream] = max(progress.get(stream, 0), position)

@@ -1,11 +1,11 @@
-"""How long a step takes on this machine: each of its operators and collectives measured by itself, and added up.
+"""Seconds of a step on this machine: each operator and collective is measured by itself, and their times are added up.
 
     here = Machine(Worlds("cpu"))
     here.step(plan).seconds
 
-The step is simulated first, which tells what it launches and what the program takes between; ranks of this machine then
-measure what they have not measured before. A CPU is its own host: operators run one after another, and a collective
-beside them, as far as the cores and the link allow.
+A simulation first records the step's launches and the program's time between them; ranks of this machine then measure
+the operators and collectives that have no rate yet. A CPU is its own host: operators run one after another, and a
+collective beside them, as far as the cores and the link allow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Workspaces of CUDA's libraries and kernels: cuBLAS's, and those that single kernels take as they run.
 
-Known are PyTorch's own softmax and sums, and attention's backward (Dao, "FlashAttention-2", 2023). Others count
-nothing.
+Counted are those of PyTorch's softmax and sums, and attention's backward (Dao, "FlashAttention-2", 2023). Other kernels
+count nothing.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _within(operator: OpOverload, args: tuple[Any, ...], hardware: Hardware) -> 
         case "_scaled_dot_product_flash_attention_backward":
             batch, heads, length, width = args[1].shape
             rows = -(-length // 128) * 128
-            # Of grouped queries the gradients of k and v are made for each head of q, and then summed up.
+            # With grouped queries, the gradients of k and v are made for each head of q and then summed up.
             keys = batch * heads * args[2].size(2) * width * args[2].element_size() if args[2].size(1) != heads else 0
             return [4 * batch * heads * rows, 4 * batch * heads * rows * (-(-width // 32) * 32), keys, keys]
         case "sum" | "mean" if len(args) > 1 and args[1]:
@@ -84,8 +84,8 @@ FEWEST_VALUES, MOST_VALUES = 16, 256
 
 
 def sum_of_columns(x: Tensor, dims: list[int], hardware: Hardware) -> int:
-    """Bytes of the partial sums where a matrix is summed over its rows, as for the gradient of a bias, and more blocks
-    than one work on each output (PyTorch's Reduce.cuh); of other sums nothing, where they are a few bytes.
+    """Bytes of the partial sums where a matrix is summed over its rows, as for the gradient of a bias, and several
+    blocks work on each output (PyTorch's Reduce.cuh); 0 for other sums, whose partial sums take a few bytes.
     """
     if x.dim() == 0 or x.numel() == 0:
         return 0

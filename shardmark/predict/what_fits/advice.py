@@ -63,8 +63,8 @@ def outcomes(
     batch: bool,
     context: bool,
 ) -> list[Outcome]:
-    """One for each device, strategy and number of ranks; with the largest `batch` and the longest `context` where they
-    fit. Of each device what fits comes first, the fastest at the top: who trains most rows in a second.
+    """One outcome for each device, strategy and number of ranks, with the largest `batch` and the longest `context` if
+    asked for. For each device, outcomes that fit come first, the most rows per second at the top.
     """
     sizes = sorted(ranks)
     wanted = [
@@ -139,7 +139,7 @@ def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> 
 def _largest_size(predictions: Predictions, found: Outcome, dim: int) -> int | str:
     """The largest size of the batch in that dimension with which it fits; or why none was found.
 
-    A size that the model refuses is too large, where it takes another one than the user's.
+    A size that the model refuses counts as too large, if the model takes any size beside the user's.
     """
     start = predictions.sizes[dim]
     if isinstance(start, str):
@@ -163,7 +163,7 @@ def _largest_size(predictions: Predictions, found: Outcome, dim: int) -> int | s
 def largest(excess: Callable[[int], int], start: int) -> int:
     """The largest number from 1 to MOST_LENGTH whose excess is at most 0, or 0; `start` is where the search begins.
 
-    The excess grows almost evenly: so the search looks where a line through two numbers says, in turns with the middle.
+    The excess is almost linear, so the search alternates between linear interpolation and bisection.
     """
     known = {start: excess(start)}
     low, high = (start, None) if known[start] <= 0 else (0, start)

@@ -1,4 +1,4 @@
-"""The memory of a user's own model under one strategy, and a step's time, on the first of so many ranks."""
+"""The memory of a user's own model under one strategy, and a step's time, on the first rank."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Prediction:
     """Bytes on the first rank, which needs the most where ranks differ."""
 
     tensors: int
-    """The most at once in a step."""
+    """Peak bytes of tensors in a step."""
     reserved: int
-    """The most that steps take from the device, with what the caching allocator has free between its blocks."""
+    """Peak bytes that steps reserve on the device, with the caching allocator's free space between its blocks."""
     before_step: int
     """Bytes live before a steady-state step: neither a smaller batch nor checkpointing makes them fewer."""
     made: int
-    """The most that is reserved on the device until the model is made and sharded."""
+    """Peak bytes reserved on the device until the model is made and sharded."""
     steps: dict[str, StepTime] = field(default_factory=dict)
     """A step's time, by hardware; empty for a compiled model."""
 

@@ -36,8 +36,8 @@ class Predictions:
     def ask(
         self, strategy: Strategy, ranks: int, on: Hardware, dim: int = 0, size: int | None = None
     ) -> Callable[[], Prediction | Refused]:
-        """Begin to predict; calling what is returned waits for the result. `size` is another batch's in that
-        dimension."""
+        """Begin to predict; the returned function waits for the result. `size` is the batch's size in dimension `dim`,
+        None for the user's own."""
         other: dict[str, Any] = {} if size in (None, self.sizes[dim]) else {("batch", "context")[dim]: size}
         case = replace(self.case, ranks=ranks, **other)
         key = strategy, case, on.rules
