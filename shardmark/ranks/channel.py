@@ -34,7 +34,7 @@ class Channel:
         return self._end.fileno()
 
     def send(self, call: int, message: bytes) -> None:
-        """Take a message to be sent, after which `move` sends it."""
+        """Queue a message; `move` sends it."""
         self._unsent += [memoryview(_HEADER.pack(_MARK, call, len(message))), memoryview(message)]
 
     @property
@@ -42,7 +42,7 @@ class Channel:
         return bool(self._unsent)
 
     def move(self) -> tuple[int, bytearray] | None:
-        """Send and receive what can be without waiting: a message that is complete by now and its call, or None.
+        """Send and receive without waiting. Returns (call, message) if a message is complete by now, else None.
 
         Raises EOFError where the other end is gone, GarbledError where what came is no message.
         """

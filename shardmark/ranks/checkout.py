@@ -16,7 +16,7 @@ from typing import Any
 from shardmark.api import finding, registry
 
 INSTALLED = ("site-packages", "dist-packages")
-"""Folders of what is installed, which is of no version, also where it lies in the repository."""
+"""Folders of installed packages, which belong to no version, even inside the repository."""
 
 
 class CheckoutError(ValueError):

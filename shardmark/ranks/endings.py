@@ -130,7 +130,7 @@ def end_ranks(processes: Sequence[Any], folder: Path) -> None:
         # A rank holds nothing that needs saving, and a hung one would ignore anything softer.
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # where it had not come to lead its group
+        process.kill()  # for a rank that does not lead its process group yet
     for process in processes:
         process.join()
         process.close()

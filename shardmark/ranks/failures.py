@@ -9,7 +9,7 @@ from shardmark.ranks.rank import Answer
 from shardmark.text import printable
 
 Failure = tuple[str, bytes | None]
-"""A rank's report, and the pickled exception; None where it raised none, or one that cannot be sent."""
+"""A rank's report, and the pickled exception; None where the rank raised none, or one that cannot be pickled."""
 
 
 class RankError(RuntimeError):
@@ -32,7 +32,7 @@ def failures_of(answers: Mapping[int, Answer]) -> dict[int, Failure]:
 
 
 def rank_error(size: int, failures: Mapping[int, Failure], silent: Mapping[int, str]) -> RankError:
-    """Error that says of each rank of `size` what it did: failed, in the order given; was silent; or finished."""
+    """Error that reports each of the `size` ranks: failed, in the order given; then silent; then finished."""
     report = [f"rank {rank} of {size} {text}" for rank, (text, _) in failures.items()]
     report += [f"rank {rank} of {size} {text}" for rank, text in silent.items()]
     report += [f"rank {rank} of {size} finished" for rank in range(size) if rank not in failures and rank not in silent]

@@ -15,10 +15,8 @@ class LeftBehind(UserWarning):
 
 
 class Left:
-    """What a call left on its ranks.
-
-    `in_step` says whether the ranks still meet in the same collectives. `broken` is True where the ranks have to be
-    replaced; `replaced` tells the user what happens to them then.
+    """State that a call left on its ranks. `in_step` says whether the ranks still meet in the same collectives.
+    `broken` is True where the ranks have to be replaced; `replaced` says in words what happens to them then.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
-"""A link of limited bandwidth between two hosts that are both this machine, to see what hides behind computation on it.
+"""A link of limited bandwidth between two hosts that are both this machine, to see which communication computation
+hides.
 
     with Link("1gbit") as link, World(2, "cpu", link) as world: ...
 
-Each host is a network namespace, the link a veth pair with a token bucket filter at both ends. No name holds them: they
-are this process's open files, so whatever ends it, they are gone with it and with the ranks that entered them.
+Each host is a network namespace, the link a veth pair with a token bucket filter at both ends. They have no names, only
+this process's open files: however this process ends, they disappear with it and with the ranks that entered them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ INTERFACE = "link0"
 _ADDRESSES = "10.64.0.1/30", "10.64.0.2/30"  # within the two namespaces only, so nothing else can be there
 _UNITS = {"mbit": 10**6, "gbit": 10**9}
 _LARGEST_PACKETS = 2**17
-"""Bytes of two of the largest packets that the kernel hands to a network card: an end lets through no less at once."""
+"""Least bytes that an end lets through at once: two of the largest packets that the kernel hands to a network card."""
 _BURST_SECONDS = 2e-4
-"""What it lets through at once at high rates, so that a timer that fires late costs nothing."""
+"""Seconds of traffic that an end lets through at once at high rates, so that a timer that fires late costs nothing."""
 _QUEUE = 2**23
 """Bytes that may wait at an end: more than TCP's window, so that nothing is dropped and nothing sent twice."""
 _CLONE_NEWNET = 0x40000000

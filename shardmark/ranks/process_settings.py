@@ -59,7 +59,7 @@ def _umask() -> int:
 
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGPIPE)
-"""Not SIGCHLD, which data loaders handle."""
+"""Signals whose handlers are compared; SIGCHLD is left out, as data loaders handle it."""
 _LIMITS = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
 
 

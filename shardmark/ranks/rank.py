@@ -74,9 +74,9 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 LONGEST_REPORT = 20_000
 """Characters of a rank's failure that are shown: an exception may hold a whole tensor's text."""
 LONGEST_LINE = 500
-"""Characters of the line that says what it raised."""
+"""Most characters of the report's first line, which names the exception."""
 LONGEST_EXCEPTION = 2**20
-"""Bytes of an exception that is sent along."""
+"""Most bytes of a pickled exception that an answer includes."""
 AT_REST = 0.5
 """Seconds that a GPU gets to finish the work of a failed call: less than other ranks get to answer."""
 WORLD_VARIABLE = "SHARDMARK_WORLD"
@@ -92,7 +92,7 @@ class Answer:
     changed: list[str] = field(default_factory=list)
     """Settings that the call changed and the rank has restored."""
     broken: str | None = None
-    """What the call changed and the rank cannot restore: it has to be replaced."""
+    """The change that the rank cannot restore, so that the rank has to be replaced; None without one."""
     collectives: int = 0
     """Collectives that the world's process group has begun."""
     sent: dict[int, int] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
             function, args, seed = pickle.loads(work)
             seed_rank(seed + (dist.get_rank() if dist.is_initialized() else 0))  # each rank draws its own
             result = function(*args)
-            if torch.cuda.is_initialized():  # what is still to be done may fail or hang, and is this call's
+            if torch.cuda.is_initialized():  # work that is still queued may fail or hang, and is this call's
                 torch.cuda.synchronize()
         finally:
             if os.getpid() != own_process:  # a child that the call has forked: its parent answers
@@ -212,7 +212,7 @@ def serve(
     os.setpgid(0, 0)  # with what it starts, so that all of them end together
     _die_with_parent()
     gc.freeze()  # what was imported before the fork stays: to look through it takes a quarter of a second each time
-    # A daemon may not have children, and a data loader's workers are some.
+    # A daemon may not have children, such as a data loader's workers.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us, which then ends us
     os.environ[WORLD_VARIABLE] = str(directory)
@@ -258,7 +258,7 @@ def _keep_temporary_files_in(directory: Path) -> None:
 
 def _join(rank: int, size: int, device: str, directory: Path, host: Host | None) -> None:
     if host is not None:
-        host.enter()  # while this is the only thread, so that the group's own will be there too
+        host.enter()  # while this is the only thread: the group's own threads will then be on the host too
     interface = "lo" if host is None else host.interface
     os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
     threads = threads_of_a_rank(size)
@@ -273,7 +273,7 @@ def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank:
     torch.set_num_threads(threads)
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))  # as torch.compile does when it first compiles
     keep_compiled_code_apart()
-    # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.
+    # The flight recorder keeps the last 2,000 collectives, which grows like a leak; users may set the variable.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     Messages.count()
     gpu = None
@@ -285,7 +285,7 @@ def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when the one that asked for it ends, however it ends and whatever we do.
+    """Have the kernel kill this process group when the parent process ends, however it ends and whatever we do.
 
     The parent holds the write end of a pipe whose read end is its sentinel here; the pipe signals us when it closes.
     A thread that watches the sentinel would do the same only while something releases the interpreter lock.

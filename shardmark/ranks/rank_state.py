@@ -5,7 +5,7 @@ function()
 before.restore()  # ["torch's default dtype", "the environment's SEED"]: changed in Python, restored
 before.broken()  # "the mode of new files (umask) changed": not restored, so the ranks have to be replaced
 
-Python's state is restored. What only the operating system holds (limits, scheduling, signals) is not.
+Python's state is restored. State that only the operating system holds (limits, scheduling, signals) is not.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RankState:
         return changed + self._restore_environment()
 
     def broken(self) -> str | None:
-        """What has changed and is not restored; None if nothing. Called after `restore`."""
+        """The change that is not restored, in words; None if there is none. Called after `restore`."""
         if dist.group.WORLD is not self._group:
             return "another process group, or none, in place of the world's"
         if modes := self._modes():
@@ -157,7 +157,8 @@ class RankState:
 
 
 def _is_pytorchs_doing(owner: Any, name: str) -> bool:
-    """Whether PyTorch itself changes it: with the default dtype, the compiler, or the first optimizer of a class."""
+    """Whether PyTorch itself changes the attribute: with the default dtype, the compiler, or the first optimizer of a
+    class."""
     if owner is torch or owner is nn.Module:
         return name == "Storage" or name.startswith("__")
     now = vars(owner).get(name)
@@ -176,7 +177,7 @@ def _works(frame: FrameType | None) -> bool:
 class Messages:
     """Counts of messages that this rank has sent to each other rank, and received, in its world's process group.
 
-    The next test's `recv` would get a message that nobody has received, and no collective notices it.
+    A message that no call has received would go to the next test's `recv`, and no collective notices it.
     """
 
     total = 0
@@ -205,7 +206,7 @@ class Messages:
 def _counted(method: Callable[..., Any], counter: Counter[int]) -> Callable[..., Any]:
     def counted(group: Any, tensors: Any, *rank_and_tag: int) -> Any:
         if group is dist.group.WORLD:
-            counter[rank_and_tag[0]] += 1  # of `recv_anysource`, the tag
+            counter[rank_and_tag[0]] += 1  # for `recv_anysource` this is the tag
         return method(group, tensors, *rank_and_tag)
 
     return counted

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m pytest correctness
 
 On one machine or many: calls and answers go through torchrun's own store, so nothing but torch is needed in between.
-The store listens on every interface, so they are sealed. (A store takes bytes; its annotation says str.)
+The store listens on every interface, so these messages are sealed. (A store takes bytes; its annotation says str.)
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """How many ranks torchrun started."""
+    """Number of ranks that torchrun started."""
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -179,7 +179,7 @@ class TorchrunWorld:
                         if answers[other].failure:  # the others are likely to be waiting for it in a collective
                             end = min(end, time.monotonic() + GRACE)
         except KeyboardInterrupt:
-            if not self._gone(answers):  # else it is torchrun's
+            if not self._gone(answers):  # else torchrun ends the run, as a rank has ended
                 raise
         self.alive = len(answers) == self.size
         failures = failures_of(answers)

@@ -45,8 +45,9 @@ GRACE = 1.0
 """Seconds that the other ranks get to answer once one has failed."""
 PRELOADED = ["__main__", "torch", "torch.distributed.tensor", "torch._dynamo", "torch.distributed.optim"]
 PRELOADED += ["shardmark.ranks.rank", "pytest"]
-"""Imported once in the server instead of once in every rank, as are the registered families: DTensor's operators need
-dynamo, test modules pytest, and what torch.distributed.optim compiles as it is imported takes half a second."""
+"""Modules imported once in the server instead of once in every rank, as are the registered families: DTensor's
+operators need dynamo, test modules need pytest, and importing torch.distributed.optim compiles code for half a
+second."""
 LONGEST_FOLDER = 107 - len("/pymp-01234567/listener-01234567")
 """Bytes of the longest folder path in which multiprocessing can make a socket: a socket's own path has 107 at most."""
 _SIOCGIFFLAGS = 0x8913
@@ -78,7 +79,7 @@ def check_size(size: int, device: str) -> None:
 class World:
     """`size` ranks of one process group (NCCL on "cuda", Gloo on "cpu"), each a process that waits for work.
 
-    With a `link`, half of them live on each of its hosts; with a `checkout`, what they measure is of another version.
+    With a `link`, half of the ranks live on each of its hosts; with a `checkout`, they run another version of the code.
     Raises WorldError when the machine does not allow that many, RankError when they do not come up.
     """
 
@@ -266,7 +267,7 @@ class Worlds:
         self.link = link
         self.checkout = checkout
         self.deadline = DEADLINE
-        """Seconds that a call may take on the worlds it hands out."""
+        """Seconds that a call may take on the worlds that `get` returns."""
         self._worlds: dict[int, World] = {}
 
     def get(self, size: int) -> World:

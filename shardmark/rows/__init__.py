@@ -1,1 +1,1 @@
-"""Rows: what a measured case says, how it is written, read and shown, and beside older ones."""
+"""Rows, the results of measured cases: fill, write, read, show and compare them."""

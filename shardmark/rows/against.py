@@ -51,7 +51,7 @@ class Against:
         self._complete = False
         """Whether every collected test has run."""
         self._updated: str | None = None
-        """With `--update-baseline`: the last line, which says what became of the file."""
+        """With `--update-baseline`: the last line, which says whether the file was replaced."""
         self._written = False
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ class GrowingFile:
         self._option = option
         self.rows = 0
         self.taken = (0, 0)
-        """How many benchmarks and how many unmeasured rows the caller has appended; the caller sets it."""
+        """Numbers of benchmarks and of unmeasured rows that the caller has appended; the caller sets it."""
         self._opening = b""
         self._unmeasured, self._benchmarks = bytearray(), bytearray()
         self._named: _Copy | None = None
@@ -115,7 +115,7 @@ class GrowingFile:
         self._spare = self._named = None
 
     def _remove(self, copy: _Copy) -> None:
-        """Close a copy; remove the hidden name if it has it."""
+        """Close a copy; remove the hidden name if it is this copy's."""
         with suppress(OSError):
             if copy.is_at(self.hidden):
                 self.hidden.unlink()
@@ -154,7 +154,7 @@ class GrowingFile:
             copy = _Copy(descriptor)
             try:
                 self._check(descriptor)
-                if copy.is_at(self.hidden):  # no other run has ended, and removed it, before it was locked
+                if copy.is_at(self.hidden):  # else another run ended and removed it before it was locked
                     os.ftruncate(descriptor, 0)
                     if self._mode is not None:
                         os.fchmod(descriptor, self._mode)
@@ -181,13 +181,13 @@ class GrowingFile:
 
 @dataclass
 class _Copy:
-    """One of the two files: in bytes, where its lists begin and how long they are. While `opening` is 0, nothing of its
-    content counts."""
+    """One of the two files: the bytes before its lists, and the lengths of its lists in bytes. While `opening` is 0,
+    none of its content counts."""
 
     descriptor: int
     opening: int = 0
     room: int = 0
-    """Of the list "unmeasured", with the spaces behind it."""
+    """Bytes of the list "unmeasured", with the spaces behind it."""
     unmeasured: int = 0
     benchmarks: int = 0
 

@@ -14,7 +14,7 @@ from shardmark.rows.row import Time
 from shardmark.verdict.betting import Interval
 
 Collectives = list[list[Any]]
-"""[operation, dtype, bytes of one, times in a row] of each."""
+"""[operation, dtype, bytes of one, times in a row] of each collective."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""Columns of tables, and those of the fields that any row may have. Cells are in MiB and ms, rows in bytes and seconds.
+"""Columns of tables, with those of the fields that any row may have. Cells are in MiB and ms, rows in bytes and
+seconds.
 
     @pytest.mark.question("What does a nap cost?", columns=["case", "implementation", "time ms", "verdict"])
 
-A question's own column is a `Column` in place of a name. The columns of what an observer fills are that observer's
-`columns` (`shardmark.rows.observers`).
+A question's own column is a `Column` in place of a name. An observer brings the columns of the fields that it fills,
+its `columns` (`shardmark.rows.observers`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Column:
     name: str
     cell: Cell
     brief: Cell | None = None
-    """The same in fewer characters, for a table that is too wide."""
+    """The cell in fewer characters, for a table that is too wide."""
     left: bool = False
     """Whether it is aligned to the left."""
     trivial: str | None = None
@@ -72,7 +73,7 @@ def _brief_ratio(entry: Entry, row: Row) -> str | None:
 
 
 def goal_outcomes(row: Row) -> Iterator[tuple[str, str]]:
-    """Each goal of the row as people write it, and whether it was reached."""
+    """(goal as text, outcome) of each goal of the row."""
     time = row["time"]
     if time.get("goal") is not None:
         yield f"{time['goal']:.3g}", str(time["outcome"])

@@ -43,7 +43,7 @@ class Change:
 
     @property
     def outcome(self) -> str:
-        """WORSE, BETTER, UNDECIDED, or PASS for a figure that is as it was."""
+        """WORSE, BETTER, UNDECIDED, or PASS for a figure that is none of these."""
         return BETTER if self.better else {FAIL: WORSE}.get(self.verdict, self.verdict)
 
 
@@ -170,7 +170,7 @@ def _larger_is_worse(what: str, now: float, before: float, baseline_name: str, s
 
 
 def _collectives(before: Collectives, now: Collectives, baseline_name: str) -> list[Change]:
-    """Compare their number and their bytes; where both are equal, also which they are and in which order."""
+    """Compare the number and the bytes of collectives; where both are equal, also their kinds and their order."""
     before, now = _runs(before), _runs(now)
     if now == before:
         return [Change(PASS, "")]

@@ -131,7 +131,7 @@ def counters_entry(ranks: Sequence[Measured]) -> Counters:
 
 
 def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) -> Limit:
-    """The roofline's time for this work on `devices` of them, the fraction of it that was reached, and MFU."""
+    """The roofline's seconds for this work on `devices` devices, their fraction of the step's `seconds`, and MFU."""
     limit = roofline.seconds(work) / devices
     entry = cast(Limit, {"seconds": limit, "fraction": limit / seconds if seconds else None, **asdict(roofline)})
     if work.model_flops and seconds:
@@ -140,6 +140,6 @@ def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) ->
 
 
 def mean_parts(ranks: Sequence[Measured], name: str) -> dict[str, float]:
-    """Mean seconds of each part of those steps, over rounds and ranks."""
+    """Mean seconds of each part of the steps called `name`, over rounds and ranks."""
     laps = [lap for rank in ranks for lap in rank.laps[name]]
     return {part: fmean(lap.parts[part] for lap in laps) for part in laps[0].parts}

@@ -20,7 +20,7 @@ LISTS = ("benchmarks", "unmeasured")
 
 
 def entries_of(run: Entry) -> list[Entry]:
-    """The entries of all rows of a run's file; one that was ended before its last test may lack a list."""
+    """The entries of all rows of a run's file; a run that ended before its last test may lack a list."""
     return [entry for each in LISTS for entry in run.get(each, ())]
 
 
@@ -70,7 +70,7 @@ def _is_ours(entry: Entry) -> bool:
 
 
 def of_this_version(make: Callable[..., T], name: str, *args: Any) -> T:
-    """What `make` reads from the run called `name`. Raises RunFileError, in one line, where the run lacks it."""
+    """Call `make` to read from the run called `name`. Raises RunFileError, in one line, where the run lacks a field."""
     try:
         return make(*args)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

@@ -82,7 +82,7 @@ def _annotated(found: Schema, notes: Sequence[Any], closed: bool) -> Schema:
 
 
 def _optional(found: list[Schema]) -> Schema:
-    """Merge two schemas, the second of which is null's."""
+    """Merge two schemas; the second is null's."""
     some, null = found
     if "enum" in some:
         return some | {"enum": [*some["enum"], None]}

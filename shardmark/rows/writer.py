@@ -99,7 +99,7 @@ class RowFile:
                 self._say_where_they_are(file)
             elif self._rescued is not None:
                 self._rescued.remove()
-            self._benchmarks.json = None  # it would write in place, and lose all that it cannot finish
+            self._benchmarks.json = None  # pytest-benchmark would write in place, and lose all that it cannot finish
         for each in (file, self._rescued):
             if each is not None:
                 each.close()

@@ -1,4 +1,4 @@
-"""How much of the communication a step hides behind its computation."""
+"""The share of communication that a step hides behind its computation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _hidden(entry: Entry, row: Row) -> str | None:
 
 
 class ExposedCommunication(Observer):
-    """The communication that computation did not hide: what a step's parts take beyond those of computation alone.
+    """The communication that computation did not hide: a step's seconds beyond those of computation alone.
 
     The workload's `compute_step(mark)` is its step without communication.
     """
@@ -32,7 +32,7 @@ class ExposedCommunication(Observer):
     timed: ClassVar[Mapping[str, str]] = {COMPUTE: "compute_step"}
 
     def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
-        """The row's time by part: computation's own, and all that the ranks took beyond them as "communication"."""
+        """The row's time by part: the parts of computation alone, and the remaining time as "communication"."""
         parts, compute = mean_parts(ranks, IMPLEMENTATION), mean_parts(ranks, COMPUTE)
         together = sum(parts[part] for part in {*compute, "communication"})
         row["time"]["parts"] = parts | compute | {"communication": together - sum(compute.values())}

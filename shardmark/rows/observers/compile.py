@@ -1,4 +1,4 @@
-"""What compiling costs."""
+"""The cost of compiling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _bytes(section: Literal["phases", "peaks"], name: str) -> Cell:
 
 
 class Compile(Observer):
-    """What compiling costs: the first step, compiled from nothing, and the peaks of the steps before steady state."""
+    """The cost of compiling: the first step, compiled from nothing, and the peaks of the steps before steady state."""
 
     columns: ClassVar[tuple[Column, ...]] = (
         Column("compile s", _compile, after="MFU"),
@@ -47,7 +47,7 @@ class Compile(Observer):
 
     @classmethod
     def before_first_step(cls, memory: Meter) -> None:
-        """Mark what is live before the first step, which may leave something behind."""
+        """Mark the bytes that are live before the first step, which may leave some behind."""
         memory.mark("before_first_step")
 
     @classmethod
@@ -56,7 +56,8 @@ class Compile(Observer):
         return measured.first_step if has_compiled() else None
 
     def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
-        """In the row's "memory" the "peaks"; in its "time" the "first_step", and what it took beyond the median."""
+        """Fill "peaks" of the row's "memory", and of its "time" the "first_step" and "compile", its seconds beyond the
+        median."""
         row["memory"]["peaks"] = largest_memory(ranks).peaks
         first_steps = [seconds for rank in ranks if (seconds := rank.observed[type(self)]) is not None]
         if first_steps:

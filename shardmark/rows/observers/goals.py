@@ -1,4 +1,4 @@
-"""How much of the machine a step should use."""
+"""Goals for the share of the machine that a step uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Goals(Observer):
         self.goals = goals
 
     def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
-        """In the row's "limit". Each figure is work over step time, so the interval of the step time decides."""
+        """Fill "goals" of the row's "limit". Each figure is work over step time, so the interval of the step time
+        decides."""
         seconds, limit = step_seconds(ranks), cast(dict[str, Any], row["limit"])
         step = interval(seconds)
         longest = {name: (1 + WORTH) * limit[name] * fmean(seconds) / goal for name, goal in self.goals.items()}

@@ -14,7 +14,7 @@ from shardmark.rows.row import Row
 class Observer(RankObserver):
     """Class methods (`RankObserver`) run on the ranks; the other methods run in pytest's process.
 
-    `min_rounds` is the least number of timed rounds. `columns` show what it fills of the row.
+    `min_rounds` is the least number of timed rounds. `columns` show the observer's part of the row.
     """
 
     min_rounds: int = 1

@@ -16,7 +16,7 @@ from shardmark.text import layout
 
 
 class OverheadModel(Observer):
-    """What bucket sizes should cost, from timed all-reduces of several sizes; nothing where noise hides the bandwidth.
+    """A model of what bucket sizes cost, from timed all-reduces of several sizes; none where noise hides the bandwidth.
 
     The timed parts are named after `kilobytes`, as in "64 KB". `bucket_sizes` are in MB. `best_bucket_bytes(gradients,
     overhead, bandwidth)` and `exposed_seconds(gradients, bucket, overhead, bandwidth)` are the model.
@@ -36,7 +36,7 @@ class OverheadModel(Observer):
     def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """The "model" in the row's time."""
         rounds = list(zip(*(rank.laps[IMPLEMENTATION] for rank in ranks), strict=True))
-        # Of each size, the median over the rounds of the slowest rank's time.
+        # For each size, the median over the rounds of the slowest rank's time.
         seconds = {
             size * 1024: median(max(laps.parts[f"{size} KB"] for laps in round_) for round_ in rounds)
             for size in self.kilobytes

@@ -27,7 +27,8 @@ WIDEST = 60
 
 
 class Profile(Observer):
-    """Where time goes: one more step under the profiler, and what `kernels` makes of the first rank's profile.
+    """Where time goes: one more step under the profiler; `kernels` makes the row's "kernels" of the first rank's
+    profile.
 
     With --trace-dir it writes each rank's Chrome trace, and on CUDA its memory snapshot.
     """

@@ -41,8 +41,8 @@ AFTER_INIT = Column("after init MiB", _after_init, after="before backward MiB")
 class Timeline(Observer):
     """Where memory goes: every byte of one step on the first rank by kind, module and operator.
 
-    `activations`, bytes by module and operator, stand beside what forward keeps for backward. The workload's `kinds()`
-    gives its live tensors as "parameters", "gradients" and "optimizer state".
+    `activations` are the expected bytes, by module and operator, that forward keeps for backward. The workload's
+    `kinds()` gives its live tensors as "parameters", "gradients" and "optimizer state".
     """
 
     needs = ("kinds",)
@@ -84,7 +84,7 @@ class Timeline(Observer):
 
 
 def timeline_pass(plan: Plan) -> timeline.Timeline:
-    """What each byte of one step is, and who allocated it."""
+    """Record the kind of each byte of one step, and who allocated it."""
     release(plan.device)
     with timeline.timeline(plan.device) as recording:
         workload = warmed_up(plan)
@@ -133,7 +133,7 @@ def _kept(activations: list[dict[str, Any]]) -> Iterator[dict[str, str | None]]:
 
 
 class Stages(Observer):
-    """What is held after each stage of making the workload, as it reports them (`shardmark.api.stage`).
+    """Memory after each stage of making the workload, as the workload reports stages (`shardmark.api.stage`).
 
     `formulas` are the bytes that should be live after each.
     """
@@ -174,7 +174,8 @@ def _held(row: dict[str, Any], figure: str, names: list[str]) -> dict[str, str |
 
 
 class PeakByLength(Observer):
-    """How the peak grows with the sequence, of cases that have a `seq`: a fit under the table, nothing in the row."""
+    """The growth of the peak with the sequence, for cases that have a `seq`: a fit under the table, nothing in the
+    row."""
 
     of_memory = True
 
