@@ -1,4 +1,4 @@
-"""Find what a user has named, an attribute of a module or of a file, also in a process that has another checkout."""
+"""Find the attribute of a module or of a file that a user names, also in a process that runs another checkout."""
 
 from __future__ import annotations
 

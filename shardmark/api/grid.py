@@ -18,8 +18,8 @@ MB = 2**20
 class Grid:
     """The cases of one question, scale by scale; at full scale, at least `full_rounds` of each.
 
-    `paper` has the telling sizes of what people publish; `full` has all of them, and is None where `paper` does too.
-    `own` makes a case of a user's own model; None where the question takes none.
+    `paper` has the most informative of the published sizes; `full` has all published sizes, and is None where `paper`
+    has them all. `own` makes a case of a user's own model; None where the question takes none.
     """
 
     smoke: Sequence[Any]

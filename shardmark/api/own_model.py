@@ -89,7 +89,7 @@ class Made:
 
 
 def make(spec: str, device: str) -> Made:
-    """Call the user's function and move what it returns to that device."""
+    """Call the user's function; move its model and batch to `device`."""
     label = f"--model {spec}"
     target, _ = found(label, spec)
     if not callable(target):

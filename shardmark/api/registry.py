@@ -47,7 +47,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to do what a family does.
+    """One implementation of a family's technique.
 
     `target` is what the user calls (a function, a class, an object with methods), `time` the peer it is raced against.
     `memory` is the closed form of its peak in bytes for a case: an int; if it has `entries` (bytes by name), a failed
@@ -69,7 +69,7 @@ class Implementation:
     slack: float | None = None
     """The memory budget is the formula times this; None: the question's slack, or the default."""
     races: Mapping[str, Race] = field(default_factory=dict, hash=False)  # implementations are keys of caches
-    """Races in other circumstances than the usual step, by a name that the question looks up, such as "link"."""
+    """Races beside the usual step's, by the name under which a question looks them up, such as "link"."""
     facts: Any = None
     """Facts that its family's questions use: an instance of the family's own class, `Facts` in its contract."""
     tested_briefly: bool = False
@@ -111,7 +111,7 @@ def _parameters(target: Any) -> set[str]:
     passes to them itself."""
     try:
         parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # what is written in C may have no signature
+    except ValueError:  # a function written in C may have no signature
         return set()
     names = {p.name for p in parameters}
     if isinstance(target, type) and any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -1,8 +1,8 @@
 """The device clock that pytest-benchmark reads, and the stopwatch whose readings advance it.
 
-pytest-benchmark takes a `timer` and calls it before and after what it measures. Ours stands still until a test advances
-it by what was measured elsewhere: CUDA events on a GPU, the slowest rank's time for a step on a world. So every figure
-goes through pytest-benchmark's public interface, and its statistics, compare and histogram keep working.
+pytest-benchmark takes a `timer` and calls it before and after what it measures. The device clock stands still until a
+test advances it by a time measured elsewhere: CUDA events on a GPU, the slowest rank's time for a step on a world. So
+every time goes through pytest-benchmark's public interface, and its statistics, compare and histogram keep working.
 """
 
 from __future__ import annotations

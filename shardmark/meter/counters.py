@@ -136,7 +136,7 @@ class _Tally:
             has_flops = True
         for child in event.children:
             self.follow(child, within, has_flops)
-        if self.reads == reads and _reads(name):  # `item` is one with what it calls
+        if self.reads == reads and _reads(name):  # `item` and the operators that it calls count once
             self.reads += 1
         if self.products == products and not has_flops and _is_product(name):
             self.flops = None
@@ -180,7 +180,7 @@ def _computes(name: str) -> bool:
 
 
 def _is_kernel(overload: Any) -> bool:
-    """Whether it has a kernel of its own that writes to an argument or makes a tensor other than a view."""
+    """Whether the operator has a kernel of its own that writes to an argument or makes a tensor other than a view."""
     if torch.Tag.out in overload.tags or torch.Tag.inplace_view in overload.tags:
         return False
     if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"):

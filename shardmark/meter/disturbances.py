@@ -51,13 +51,13 @@ def disturbances(seconds: Sequence[float], peer_seconds: Sequence[float], waited
     """Disturbances by name, as shares of a step's time; `waited` is the share of the rounds that a thread waited for a
     core.
 
-    A warm-up is how much longer the first rounds took. A drift is how much longer the last ones took, reached in small
-    steps; a level is reached at once and lasts, as when the clock rate changes. Bursts are the share of rounds that are
-    longer than those around them. `peer_seconds` may be empty.
+    A warm-up is the share by which the first rounds took longer. A drift is the share by which the last ones took
+    longer, reached in small steps; a level is reached at once and lasts, as when the clock rate changes. Bursts are the
+    share of rounds that are longer than those around them. `peer_seconds` may be empty.
     """
     found = {WAITED: waited} if waited >= NOTED else {}
     series = np.log(np.maximum(seconds, 1e-12))
-    if len(peer_seconds) == len(seconds):  # what both have in common comes from the machine
+    if len(peer_seconds) == len(seconds):  # changes that both have in common come from the machine
         series = (series + np.log(np.maximum(peer_seconds, 1e-12))) / 2
     if len(series) < _FEWEST:
         return found

@@ -1,4 +1,4 @@
-"""Known hardware, and a user's own in a TOML file: what a device has, in bytes, FLOP/s, bytes/s and seconds.
+"""Known hardware, and a user's own in a TOML file: a device's memory and rates, in bytes, FLOP/s, bytes/s and seconds.
 
 hardware("h100-80gb")     # one of `hardware.toml`, which says where each figure is from
 hardware("this")          # the machine at hand, whose rates are measured when they are asked for
@@ -34,7 +34,7 @@ DTYPES = ("float8", "float16", "bfloat16", "tf32", "float32")
 IN_SECONDS = ("kernel", "launch", "backward_launch", "collective")
 """The figures of `Reached` in seconds; the others are fractions."""
 CONTEXT = 2**29
-"""Bytes of a process on a GPU beside what PyTorch allocates: the driver, and the kernels, which CUDA loads at their
+"""Bytes of a process on a GPU beside PyTorch's allocations: the driver, and the kernels, which CUDA loads at their
 first use. A first tensor takes somewhat more than 300 MB (pytorch/pytorch#107667)."""
 
 

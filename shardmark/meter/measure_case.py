@@ -159,7 +159,7 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
             except Unsupported:
                 if name != PEER:
                     raise
-                del steps[PEER]  # the peer need not support what the implementation does
+                del steps[PEER]  # the peer need not support every case of the implementation
         elapsed = _largest(plan, time.perf_counter() - warmup_began)
         if warmup > 0 and elapsed > plan.rounds.max_warmup_seconds:
             break
@@ -245,7 +245,7 @@ def blocks_at_peak(plan: Plan, warmups: int = WARMUPS) -> list[Held]:
 
 
 def shuffled(names: Sequence[T], coin: random.Random | None = None) -> list[T]:
-    """The names in random order, so that nothing that the machine does favours one of them."""
+    """The names in random order, so that changes of the machine favour none of them."""
     return (coin or random.SystemRandom()).sample(names, len(names))
 
 

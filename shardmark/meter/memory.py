@@ -14,8 +14,8 @@ A peak has two parts. Tensors are what the technique allocates, equal on every m
 allocates inside one operator and frees before it returns (`shardmark.meter.recording`); it depends on the processor.
 
 On CPU the profiler reports every allocation and release of PyTorch's allocator, so the figures are exact to the byte;
-what a library allocates for itself, such as Gloo's scratch space, is not seen.
-On CUDA they are the bytes requested from the caching allocator, before it rounds them up.
+memory that a library allocates for itself, such as Gloo's scratch space, is not seen. On CUDA the figures are
+the bytes requested from the caching allocator, before it rounds them up.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Memory:
 
 
 class Meter(Memory):
-    """A running meter. Its figures are there when its `with` block has ended."""
+    """A running meter. Its figures are filled in when its `with` block ends."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Meter(Memory):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Meter what the block does."""
+        """Meter the block."""
         with workers_free_first(self._device), recording(self._device) as self._recorded:
             yield
 
@@ -159,7 +159,7 @@ class _Live:
 
 @contextmanager
 def meter(device: str) -> Iterator[Meter]:
-    """Meter what the block allocates on `device` ("cpu" or "cuda"), from zero at its start."""
+    """Meter the block's allocations on `device` ("cpu" or "cuda"), from zero at its start."""
     running = METERS[device](device)
     with running.running():
         stage_listeners.append(running.stage)

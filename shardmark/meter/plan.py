@@ -1,4 +1,4 @@
-"""The request to a rank, and its answer: the plan of a measurement, and what one rank measured."""
+"""The request to a rank and its answer: the plan of a measurement, and one rank's measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where memory goes: the bytes of each kind through a step, what is kept for backward, and the largest blocks.
+"""Where memory goes: the bytes of each kind through a step, the blocks kept for backward, and the largest blocks.
 
 with timeline("cpu") as recording:
     ...
@@ -137,7 +137,7 @@ def _thinned(moments: list[Bytes], most: int) -> list[Bytes]:
 
 @contextmanager
 def timeline(device: str) -> Iterator[Recorder]:
-    """Record what the block allocates on `device` ("cpu" or "cuda")."""
+    """Record the block's allocations on `device` ("cpu" or "cuda")."""
     with recording(device) as recorded:
         yield Recorder(recorded)
 

@@ -81,7 +81,7 @@ def module_ranges(module: nn.Module) -> Iterator[frozenset[str]]:
 
     with ExitStack() as hooks:
         for submodule in paths:
-            # The outermost hooks, so that the range holds what others do, such as gathering parameters.
+            # The outermost hooks, so that the range includes other hooks' work, such as all-gathering parameters.
             hooks.callback(submodule.register_forward_pre_hook(enter, prepend=True).remove)
             hooks.callback(submodule.register_forward_hook(leave, always_call=True).remove)
         try:
@@ -184,7 +184,7 @@ def _synchronize(device: str) -> None:
 
 @contextmanager
 def memory_snapshot(path: Path, device: str) -> Iterator[list[Path]]:
-    """Record what the block allocates and releases, with stacks, into `path` for pytorch.org/memory_viz.
+    """Record the block's allocations and releases, with stacks, into `path` for pytorch.org/memory_viz.
 
     Yields a list of the files written when the block ends: none on CPU, whose allocator keeps no such history.
     """
