@@ -22,7 +22,7 @@ def main() -> int:
         print("python -m shardmark.predict: the suite is not installed here", file=sys.stderr)
         return 4
     sys.path.insert(0, str(suite))
-    import_module("impl")  # registers the families and what trains a model by each
+    import_module("impl")  # registers the families and their workloads
     return command.main(sys.argv[1:])
 
 

@@ -70,7 +70,7 @@ def _check_loss(label: str, made: Made, loss: Any) -> None:
 
 @contextmanager
 def _in_one_line(label: str) -> Iterator[None]:
-    """Turn what the user's code raises into a RegistryError of one line, which names the exception and its line."""
+    """Turn an exception of the user's code into a RegistryError of one line, which names the exception and its line."""
     try:
         yield
     except (KeyboardInterrupt, RegistryError, Unsupported):

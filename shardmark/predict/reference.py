@@ -168,7 +168,7 @@ def _moments(events: Sequence[Event], owned: Mapping[int, str]) -> tuple[list[Mo
                 live.free(block)
             case Marked(name) if name.startswith(MOMENT):
                 kind, where, number = name.removeprefix(MOMENT).split(";")
-                if kind == STEPPED:  # the update has no temporaries: what it adds is state
+                if kind == STEPPED:  # the update has no temporaries: all bytes that it adds are state
                     moments.append(Moment(AFTER_BACKWARD, "", live.began, live.began))
                     return moments, live.total - sum(live.began.values())
                 if live.moment is not None:
@@ -204,7 +204,7 @@ class _Named:
         self.total -= block.nbytes
 
     def begin(self, kind: str, where: str, number: int) -> None:
-        """`number` is a gradient's address, or how many modules around this one returned the same tensor."""
+        """`number` is a gradient's address, or the number of modules around this one that returned the same tensor."""
         if kind == ENTER:
             self._running.append(where)
         elif kind == LEAVE:

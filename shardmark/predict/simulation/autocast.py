@@ -1,4 +1,5 @@
-"""CUDA's autocast on CPU tensors: which operators it casts, and to what, where the CPU's own has other lists.
+"""CUDA's autocast on CPU tensors: the operators that it casts, and their dtypes, where the CPU's autocast has other
+lists.
 
 The lists are those of the installed PyTorch: its header `ATen/autocast_mode.h` comes with it. Products, which both
 devices cast to half precision, and their cache of cast weights are PyTorch's own.
@@ -29,7 +30,7 @@ Kernel = Callable[..., Any]
 
 @contextmanager
 def autocast_of_cuda() -> Iterator[None]:
-    """Under `torch.autocast("cpu")` or "cuda", cast on the CPU what CUDA's autocast would cast."""
+    """Under `torch.autocast("cpu")` or "cuda", cast on the CPU the operators that CUDA's autocast would cast."""
     with _scoped_library("aten", "IMPL") as library:
         with warnings.catch_warnings(action="ignore"):  # that the CPU's own casts are overridden, as intended
             for name in _casts_on("AutocastCPU") - _casts_on("AutocastCUDA"):

@@ -1,4 +1,4 @@
-"""CUDA's caching allocator, as a model: its blocks, their sizes, and what it reserves of the device.
+"""A model of CUDA's caching allocator: its blocks, their sizes, and the bytes that it reserves on the device.
 
     allocator = CachingAllocator()
     block = allocator.allocate(1000)
@@ -93,7 +93,7 @@ class CachingAllocator:
         return piece
 
     def free(self, piece: _Piece | None, needed: Progress | None = None) -> None:
-        """Take a block back. Where other streams use it, it is reused only once they have passed the point that is
+        """Take a block back. A block that other streams use is reused only once they have made the progress
         `needed`."""
         if piece is None:
             return

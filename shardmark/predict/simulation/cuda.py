@@ -119,7 +119,7 @@ class _Streams:
             mark(f"{USED}{tensor.untyped_storage().data_ptr()} {self.name(stream)}")
 
     def wait(self, stream: object, other: object) -> None:
-        """The stream waits for all that the other one has been given."""
+        """The stream waits for all work enqueued on the other one."""
         self.schedule.wait(self.schedule.free(self.name(other)), self.name(stream))
         mark(f"{FOLLOWED}{self.name(stream)}/{self.name(other)}")
 
@@ -251,7 +251,7 @@ def _backends(
         return False, False  # which the parts take, or refuse
     if any(each.dim() != 4 or each.stride(-1) != 1 or 0 in each.shape for each in given):
         return False, False
-    capability = hardware.capability or (9, 0)  # AMD's kernels take what these do
+    capability = hardware.capability or (9, 0)  # AMD's kernels take the same arguments
     half, width = query.dtype in _HALVES, query.size(-1)
     same = all(each.size(-1) == width for each in given) and width <= _FLASH_WIDTH
     allowed = cuda.flash_sdp_enabled() or (cuda.cudnn_sdp_enabled() and capability >= (9, 0))

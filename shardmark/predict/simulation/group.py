@@ -110,8 +110,8 @@ def _collective(operator: OpOverload) -> str:
 def _handle(
     operator: OpOverload, args: tuple[Any, ...], held: list[Tensor], schedule: Schedule, frees: bool = True
 ) -> Any:
-    """The operator's results with a handle among them. Waiting for it `frees` what is held; that of an all-reduce has a
-    future with its tensors, where DDP reads them."""
+    """The operator's results with a handle among them. Waiting for the handle `frees` the held tensors; the handle of
+    an all-reduce has a future with its tensors, where DDP reads them."""
     over = _launched(operator, args, schedule)
 
     def waited(timeout: timedelta) -> bool:

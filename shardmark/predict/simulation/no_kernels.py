@@ -59,7 +59,7 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 aten = torch.ops.aten
 
 _FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
-"""Looks for infinite gradients, and writes what it found: none, in a simulation."""
+"""Looks for infinite gradients and writes whether it found any: none, in a simulation."""
 
 _PASSED_BY = (aten.as_strided.default, aten.view.default, aten.empty.memory_format, aten.empty_strided.default)
 """Operators that compute nothing and skip the key, to save time: FSDP cuts a tensor into one view for each rank."""

@@ -40,8 +40,8 @@ class Predicted(Measured):
 
 
 def predict(plan: Plan, rank: int = 0, on: Hardware = CPU, alike: Sequence[Hardware] = ()) -> Predicted:
-    """Predict what that rank of the plan's world would meter on that hardware, what observers of memory would see, and
-    the schedule of a step; the schedule also on hardware that is `alike` but for its rates.
+    """Predict one rank of the plan's world on the hardware `on`: its metered memory, its memory observers' results, and
+    the schedule of a step. The schedule is predicted also for hardware that is `alike` but for its rates.
 
     Raises Unsupported, in one line, for a program whose operators depend on values.
     """

@@ -23,7 +23,7 @@ TILES = (*WIDE, (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (64, 32), 
 the wide ones, as published times show: a narrow product takes as long there as one of 128 columns.
 """
 FULL = 64
-"""Multiplications for each value read with which a tile keeps its multiprocessor busy: those of 128 x 128."""
+"""Multiplications for each value read that keep a tile's multiprocessor busy: a tile of 128 x 128 has as many."""
 SPLIT = 256
 """The shortest part of k that a multiprocessor gets where several share a tile; tiles of batches are not shared."""
 

@@ -97,7 +97,7 @@ class Step:
 
 
 class Schedule:
-    """Schedules what is launched while `step` runs."""
+    """Schedules the operators and collectives launched while `step` runs."""
 
     def __init__(self, rates: Rates | None = None) -> None:
         self.rates = rates

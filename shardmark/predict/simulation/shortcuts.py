@@ -22,7 +22,7 @@ def shortcuts() -> Iterator[None]:
     ]
     with ExitStack() as stack:
         for owner, name, of in shorter:
-            if hasattr(owner, name):  # they save time alone, and not every PyTorch has what they shorten
+            if hasattr(owner, name):  # they only save time, and not every PyTorch has these functions
                 stack.enter_context(patch.object(owner, name, of(getattr(owner, name))))
         yield
 

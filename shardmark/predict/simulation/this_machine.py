@@ -65,7 +65,7 @@ class Machine:
             return None
 
     def measure(self, events: Sequence[Event], ranks: int) -> None:
-        """Measure those of the operators and collectives that have no rate yet."""
+        """Measure the operators and collectives that have no rate yet."""
         calls = dict.fromkeys(each.call for each in events if each.call is not None)
         known = self._operators.keys() | self._collectives.keys()
         unknown = [call for call in calls if (ranks, call) not in known]
@@ -189,7 +189,7 @@ def events_of(plan: Plan) -> list[Event]:
 
 
 class Small:
-    """A known program of tiny operators, which shows what a launch takes."""
+    """A known program of tiny operators, which shows the seconds of a launch."""
 
     backend = "eager"
 

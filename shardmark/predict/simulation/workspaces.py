@@ -1,7 +1,6 @@
 """Workspaces of CUDA's libraries and kernels: cuBLAS's, and those that single kernels take as they run.
 
-Counted are those of PyTorch's softmax and sums, and attention's backward (Dao, "FlashAttention-2", 2023). Other kernels
-count nothing.
+Single kernels that count are PyTorch's softmax and sums, and attention's backward (Dao, "FlashAttention-2", 2023).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Workspaces:
                     mark(ALL_AWAITED_AS_KERNELS_LOAD)
                     self._of_thread[in_backward] = _bytes(self._hardware.blas_workspace_bytes)
                 held = [_bytes(nbytes) for nbytes in within]
-                del held  # within the range, by which the meter knows that it was none of the program's tensors
+                del held  # within the range, by which the meter knows that these are workspace
 
     def give_back(self, device: str) -> None:
         """Free cuBLAS's workspaces."""

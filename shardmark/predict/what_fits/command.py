@@ -21,7 +21,7 @@ from shardmark.predict.worlds import MOST_RANKS, ranks_of
 
 COMMAND = "python -m shardmark.predict"
 USAGE = 4
-"""The exit status of what a user got wrong, as pytest's."""
+"""The exit status of a user's error, as pytest's."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         devices, ranks, strategies = _devices(given.hardware), _ranks(given.ranks), _strategies(given.impl)
         if given.json is not None:
-            given.json.touch()  # what cannot be written is said before minutes of work
+            given.json.touch()  # report a file that cannot be written before minutes of work
         predictions = Predictions(given.model, devices)
         found = outcomes(predictions, strategies, ranks, devices, given.batch, given.context)
         if given.json is not None:

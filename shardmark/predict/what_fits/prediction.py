@@ -110,7 +110,7 @@ def predicted(
     made = taken.stages["made"]
     return Prediction(
         tensors=max(taken.peaks.values()),
-        reserved=taken.reserved or taken.peak,  # a CPU's allocator keeps nothing
+        reserved=taken.reserved or taken.peak,  # on CPU no freed block stays reserved
         before_step=taken.phases["before_step"],
         made=made.reserved or made.peak,
         steps={name: StepTime(max(step.seconds, step.host), step.at_least) for name, step in measured.steps.items()},
