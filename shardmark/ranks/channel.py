@@ -44,7 +44,7 @@ class Channel:
     def move(self) -> tuple[int, bytearray] | None:
         """Send and receive without waiting. Returns (call, message) if a message is complete by now, else None.
 
-        Raises EOFError where the other end is gone, GarbledError where what came is no message.
+        Raises EOFError where the other end is gone, GarbledError where the bytes received are no message.
         """
         try:
             while self._unsent:

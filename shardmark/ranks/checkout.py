@@ -53,7 +53,7 @@ class Checkout:
         """Whether the module belongs to the measured code."""
         spec = getattr(module, "__spec__", None)
         places = [*(getattr(spec, "submodule_search_locations", None) or [])]
-        if spec is not None and getattr(spec, "has_location", False):  # not what is built in
+        if spec is not None and getattr(spec, "has_location", False):  # not a built-in module
             places.append(spec.origin)
         own = name == "__main__" or name.partition(".")[0] == "shardmark"
         return not own and any(self.moved(place) != place for place in places)

@@ -90,7 +90,7 @@ def _ask_for_stacks(ranks: dict[int, Any], folder: Path, grace: float) -> dict[i
         before, stacks = stacks, {rank: _read(folder, rank, "stacks") for rank in ranks}
         if all(stacks.values()) and stacks == before:  # written, and to the end
             break
-    # what lies below `perform` is the same for every rank and every call
+    # the frames below `perform` are the same for every rank and every call
     return {r: re.sub(r"(?<= in perform\n).*?(?=\n\n|\Z)", "", text, flags=re.DOTALL) for r, text in stacks.items()}
 
 

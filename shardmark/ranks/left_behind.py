@@ -1,4 +1,4 @@
-"""Warnings about what a call left on its ranks, and whether those ranks can take another call."""
+"""Warnings about state that a call left on its ranks, and whether those ranks can take another call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Left:
 
 
 def _unmatched(answers: Mapping[int, Answer]) -> list[tuple[int, int, int]]:
-    """Ranks that have not received as many messages as were sent to them: (rank, sent, received)."""
+    """(rank, sent, received) of each rank whose counts of messages sent to it and received by it differ."""
     sent = {rank: sum(answer.sent.get(rank, 0) for answer in answers.values()) for rank in answers}
     received = {rank: sum(answer.received.values()) for rank, answer in answers.items()}
     return [(rank, sent[rank], received[rank]) for rank in answers if sent[rank] != received[rank]]

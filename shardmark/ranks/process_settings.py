@@ -128,7 +128,7 @@ PYTHON: dict[str, Setting] = {
 
 
 def _file(number: int) -> tuple[int, int] | None:
-    """Device and inode of what that descriptor has open; None for a closed one."""
+    """Device and inode of the descriptor's open file; None for a closed descriptor."""
     try:
         found = os.fstat(number)
     except OSError:

@@ -137,7 +137,7 @@ def _report(error: BaseException) -> str:
         report = traceback.TracebackException(type(error), error, own)
         text = f"raised {''.join(report.format_exception_only()).strip()}\n{''.join(report.format())}"
     except BaseException:
-        traceback.clear_frames(error.__traceback__)  # what they hold may be all the memory there is
+        traceback.clear_frames(error.__traceback__)  # the frames' variables may hold all the memory there is
         frames = "".join(traceback.format_tb(error.__traceback__)[1:])
         text = f"raised {type(error).__qualname__}, which cannot be shown\n{frames}"
     first, _, rest = text.partition("\n")
@@ -211,7 +211,7 @@ def serve(
     is closed."""
     os.setpgid(0, 0)  # with what it starts, so that all of them end together
     _die_with_parent()
-    gc.freeze()  # what was imported before the fork stays: to look through it takes a quarter of a second each time
+    gc.freeze()  # objects imported before the fork stay: each collection would take a quarter of a second for them
     # A daemon may not have children, such as a data loader's workers.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us, which then ends us

@@ -1,4 +1,4 @@
-"""Snapshot of a rank's process, so that one test's call does not change what the next one meets.
+"""Snapshot of a rank's process, so that one test's call does not affect the next one.
 
 before = RankState()
 function()

@@ -34,7 +34,7 @@ from shardmark.ranks.channel import Channel, GarbledError, ready
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.endings import end_of_process, end_ranks, how_it_ended, where_they_are
 from shardmark.ranks.failures import Failure, failures_of, rank_error
-from shardmark.ranks.failures import RankError as RankError  # what `run` raises
+from shardmark.ranks.failures import RankError as RankError  # an error that `run` raises
 from shardmark.ranks.left_behind import Left
 from shardmark.ranks.link import Link
 from shardmark.ranks.rank import Answer, WorldError, available_cores, pickled_call, ranks_met, serve

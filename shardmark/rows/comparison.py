@@ -1,4 +1,4 @@
-"""Compare rows with their baseline: what got slower or larger, and what faster or smaller.
+"""Compare rows with their baseline: find figures that got slower or larger, and faster or smaller.
 
 Bytes and counters carry no noise: any more is worse. Times are compared as ratios to the peer of the same run, because
 seconds depend on whatever else the machine does; and on one machine only, because the ratio differs between machines.
@@ -30,7 +30,7 @@ OF_LIBRARIES = ("operators", "kernels", "saved_bytes", "synchronizations")
 """Counters that depend on PyTorch's choices: compared only with the same PyTorch on the same processor and GPUs."""
 
 MOST = 10
-"""Without -v, at most this many lines are printed of what is worse, and of what is better; the rest is counted."""
+"""Most lines of regressions, and of improvements, that are printed without -v; the others are counted."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Parts of a row, made from what the ranks measured."""
+"""Parts of a row, made from the ranks' measurements."""
 
 from __future__ import annotations
 

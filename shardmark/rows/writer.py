@@ -24,7 +24,8 @@ from shardmark.rows.atomic_json import Entry, GrowingFile, dumped
 
 
 class RowFile:
-    """The rows of this run, and their file, if there is one. `said(rows)` gives what a whole file has beside its rows.
+    """The rows of this run, and their file, if there is one. `said(rows)` returns the entries of
+    the whole file beside its rows.
 
     Raises RowFileError where the path is no regular file, cannot be written, or is being written by another run.
     """
@@ -152,7 +153,7 @@ class RowFile:
             where = f"only {most.rows} of {len(self.rows)} rows are in {most.shown}"
             self.trouble, self.path = f"{self.trouble}; {where}", None
             return
-        with suppress(Exception):  # it is whole as it is
+        with suppress(Exception):  # the rescued file is whole without this, too
             self._write_whole(self._rescued)
         self.path = self._rescued.path
         self.trouble = f"{self.trouble}; all rows are in {self.path}"
@@ -172,7 +173,7 @@ class RowFile:
 
     @property
     def _benchmarks(self) -> Any:
-        """pytest-benchmark's own session, which holds what it has timed."""
+        """pytest-benchmark's own session, which holds its timed benchmarks."""
         return self.config.pluginmanager.get_plugin("pytest-benchmark")
 
     @cached_property

@@ -2,7 +2,7 @@
 
     measure(Step, implementation, case, work=work, observe=[Timeline(activations=formulas), Compile()])
 
-An observer owns what runs on each rank, its part of the row, the columns that show it, and its lines under the
+An observer owns its passes on each rank, its part of the row, the columns that show it, and its lines under the
 question's table. A question's own observer is a subclass of `Observer`.
 """
 

@@ -33,7 +33,7 @@ class Observer(RankObserver):
                 raise TypeError(f"{type(self).__name__} needs {workload.__name__}.{method}(), which is not defined")
 
     def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
-        """Fill the observer's part of the row; all the rest but the verdict is there already."""
+        """Fill the observer's part of the row; all other parts but the verdict are filled already."""
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
         """Lines under a question's table, from all of its entries."""

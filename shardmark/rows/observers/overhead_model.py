@@ -1,4 +1,4 @@
-"""Exposed communication by bucket size: a model of per-call overhead and bandwidth, beside what was measured."""
+"""Exposed communication by bucket size: a model of per-call overhead and bandwidth, beside the measurements."""
 
 from __future__ import annotations
 
