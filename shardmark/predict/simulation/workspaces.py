@@ -1,6 +1,6 @@
 """Workspaces of CUDA's libraries and kernels: cuBLAS's, and those that single kernels take as they run.
 
-Single kernels that count are PyTorch's softmax and sums, and attention's backward (Dao, "FlashAttention-2", 2023).
+The single kernels counted are PyTorch's softmax and sums, and attention's backward (Dao, "FlashAttention-2", 2023).
 """
 
 from __future__ import annotations
