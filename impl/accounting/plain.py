@@ -31,7 +31,7 @@ class PlainLanguageModel:
     batch: int
     context: int
     dtype: str = "float32"
-    """Of products under autocast, where parameters are float32; without `autocast` of everything but the MLP's loss."""
+    """Dtype of products under autocast (parameters are float32); without `autocast`, of all but the MLP's loss."""
     attention: str = "sdpa"
     autocast: bool = True
     checkpointed: bool = False

@@ -1,7 +1,7 @@
 """A shard in the form that torch.distributed.checkpoint (DCP) saves and loads: boxes of the full tensor.
 
 A shard is a run of elements of the flattened parameter. DCP wants rectangular boxes, each with its offset in every
-dimension. Of a (4, 3) parameter, elements 2 to 7 are three boxes: one element, a row, and two elements.
+dimension. Elements 2 to 7 of a (4, 3) parameter, for example, are three boxes: one element, a row, and two elements.
 """
 
 from __future__ import annotations
