@@ -1,4 +1,4 @@
-"""Plain steps of our models in PyTorch alone, which formulas stand beside: no technique of ours is in them."""
+"""Training steps of our models in PyTorch alone. Formulas add the bytes of a technique to those of a plain step."""
 
 from __future__ import annotations
 

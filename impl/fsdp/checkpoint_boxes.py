@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 @dataclass(frozen=True)
 class Pieces:
-    """This rank's boxes of a tensor of that full shape, by their offsets; the methods are the ones that DCP calls."""
+    """This rank's boxes, by their offsets in a tensor of shape `shape`; DCP calls these methods."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -46,7 +46,7 @@ class FullyShardedDataParallel(PlainStateDict):
     it is given, unless `compute_dtype` casts a tensor in it.
 
     `ignored_params` chooses parameters that are replicated. Their gradients are all-reduced with the root module's
-    unit, all at once, and nothing of them is gathered. PyTorch's option of that name averages no gradients.
+    unit, all at once, and they are never gathered. PyTorch's option of that name averages no gradients.
 
     Shards have the parameters' own dtype. `compute_dtype` is what parameters, and floating-point inputs of units, are
     cast to before the all-gather. `reduce_dtype` (by default the compute dtype) is what gradients are cast to before
