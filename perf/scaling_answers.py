@@ -146,7 +146,7 @@ def meeting() -> Part:
 
 
 def levers() -> Part:
-    """What lowers that batch, and how far."""
+    """Changes to the setup that lower that batch, and how far each does."""
     ffn, tokens = MODEL.ffn_dim, MESH.least_tokens(MODEL.ffn_dim)
     best = replace(MESH, fsdp=8, tensor=8)
     stages, narrow = MESH.pipelined(STAGES), replace(MESH, weight_bytes=1, activation_bytes=1)

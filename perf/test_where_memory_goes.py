@@ -1,7 +1,7 @@
 """Where does the memory of a training step go: bytes by kind through the step, and by module and operator?
 
-What forward keeps is held to the prediction, operator by operator, on CPU. On CUDA the CPU's prediction stands beside
-the meter and is not judged: how kernels lay out what they give is theirs to choose there.
+On CPU the bytes that forward saves for backward must be the predicted ones, operator by operator. On CUDA the CPU's
+prediction stands beside the meter and is not judged: kernels there choose the layout of their outputs.
 """
 
 from __future__ import annotations

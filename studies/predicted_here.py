@@ -102,7 +102,7 @@ def row(machine: Machine, plan: Plan, link: str | None) -> Row:
         ranks = machine.worlds.get(plan.world_size).run(step_seconds, plan, STEPS * plan.world_size)
         measured += list(zip(*ranks, strict=True))
     waited = sum(w for each in measured for _, w in each) / sum(s for each in measured for s, _ in each)
-    # Of several ranks, one's wait for a core may be another's wait for it.
+    # On several ranks nothing is subtracted: one rank may wait for a core that another one uses.
     taken = [max(seconds - waited * (len(each) == 1) for seconds, waited in each) for each in measured]
     return Row(
         plan.implementation.family,

@@ -1,4 +1,4 @@
-"""What a machine does: record a run in studies/records/<machine>.json.gz and write docs/results-<machine>.md from it.
+"""Measure a machine: record a run in studies/records/<machine>.json.gz and write docs/results-<machine>.md from it.
 
     python -m studies.record -k goals                        # on a GPU: check its Triton kernels, measure the goals
     python -m studies.record                                 # on a GPU: measure all at paper scale, under an hour

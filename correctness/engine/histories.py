@@ -101,7 +101,8 @@ def play_on_ranks(
 ) -> Problem | None:
     """Play on every rank with `make(implementation, history, device)`; return the problem that came first.
 
-    What a player has in its list `alike` is compared among the ranks.
+    The entries (event index, what, ranks, values by name) of the players' `alike` lists must have the same bits on all
+    ranks.
     """
     ranks = world.run(_play_on_rank, make, implementation, history, device)
     problems = [

@@ -69,7 +69,7 @@ class History:
     layout: str
     """Memory layout of the parameters."""
     dtypes: tuple[torch.dtype, ...] = (torch.float64,)
-    """Of the parameters, used in turn."""
+    """Dtypes of the parameters, used in turn."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the optimizer."""
 
@@ -82,7 +82,7 @@ class History:
 
     @property
     def added_before(self) -> int:
-        """Index of that event."""
+        """Index of the event before which the param groups after the first are added."""
         return min(self.added, len(self.events) - 1)
 
 

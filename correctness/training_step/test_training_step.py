@@ -29,7 +29,7 @@ def _setting(device: str) -> tuple[nn.Module, Tensor, Tensor]:
 def _trained(
     implementation: Implementation, model: nn.Module, tokens: Tensor, targets: Tensor, precision: Precision
 ) -> Results:
-    """What training a copy of the model leaves."""
+    """Results of training a copy of the model with SGD."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW would make rounding of a gradient near zero large
     return trained(implementation.adapted(model, optimizer, precision=precision), model, optimizer, tokens, targets)

@@ -1,4 +1,4 @@
-"""What the team trains: a step on all rows at once, and one in micro-batches, which needs less memory."""
+"""The team's training step: on all rows at once, and in micro-batches, which needs less memory."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from shardmark.api import Family, Race, add_family, register
 
 @dataclass(frozen=True)
 class StepCase:
-    """What varies; `str` of it is the test's id."""
+    """A case; `str` of it is the test's id."""
 
     rows: int
     dim: int
@@ -33,20 +33,20 @@ def in_micro_batches(model: nn.Module, x: torch.Tensor, parts: int = 4) -> None:
         (model(part).square().mean() / parts).backward()
 
 
-# What Shardmark has to know: the family; of each implementation its bytes at the peak, and whom it is raced with.
+# Shardmark needs the family and, for each implementation, its bytes at the peak and its peer in the race.
 
 
 FLOAT = 4
 
 
 def bytes_at_once(case: StepCase) -> int:
-    """Where ReLU's backward runs: rows, weights, the second weight's gradient; what ReLU gave, and two gradients."""
+    """Peak, in ReLU's backward: rows, weights, the second weight's gradient; ReLU's output, and two gradients."""
     rows, weight = case.rows * case.dim, 4 * case.dim**2
     return FLOAT * (rows + 2 * weight + weight + 3 * 4 * rows)
 
 
 def bytes_in_micro_batches(case: StepCase, parts: int = 4) -> int:
-    """There, in all but the first part: rows, weights, the gradients of both; a part of what ReLU needs."""
+    """Peak, in ReLU's backward after the first part: rows, both weights and their gradients; a part of ReLU's three."""
     rows, weight = case.rows * case.dim, 4 * case.dim**2
     return FLOAT * (rows + 2 * weight + 2 * weight + 3 * 4 * rows // parts)
 

@@ -1,4 +1,4 @@
-"""What a technique takes and frees at each moment of a plain step, and the bytes that come of both.
+"""Memory of a technique on top of a plain step: the bytes it takes and frees at each moment, and the bytes of both.
 
 beside(followed(plain, "cpu"), Flat()).peak.entries
 """
@@ -20,22 +20,22 @@ STATE, SHARD_OF_STATE = "the optimizer's state", "shard of the optimizer's state
 
 
 class Technique:
-    """One device, or gradients that are all-reduced in place: nothing beside the plain step but the optimizer's state,
-    which a step that is not the first has from the start."""
+    """One device, or gradients that are all-reduced in place: the only addition to the plain step is the optimizer's
+    state, which every step but the first has from the start."""
 
     plain: Followed
     ledger: Ledger
     values: dict[str, int]
-    """How many values each parameter has, by name."""
+    """Number of values of each parameter, by name."""
 
     def stand_beside(self, plain: Followed, ledger: Ledger) -> None:
-        """Set the plain step, and the ledger that gets what the technique takes and frees."""
+        """Set the plain step, and the ledger in which the technique takes and frees bytes."""
         self.plain, self.ledger = plain, ledger
         self.values = {name: math.prod(shape) for name, shape in plain.parameters.items()}
 
     @property
     def itemsize(self) -> int:
-        """Bytes of each value of the plain step's parameters, of which it must have some."""
+        """Bytes of each value of the plain step's parameters; there must be at least one."""
         return self.plain.moments[0].live[PARAMETERS] // sum(self.values.values())
 
     def begin(self) -> None:
@@ -65,8 +65,8 @@ MARKS = {BEGIN: "before_step", AFTER_FORWARD: "after_forward", AFTER_BACKWARD: "
 
 
 def beside(plain: Followed, technique: Technique | None = None) -> Ledger:
-    """The ledger of both in a step after the first, with marks "before_step", "after_forward", "after_backward" and
-    "after_step"; "after_init" is before the first step."""
+    """Ledger of plain step and technique in a step after the first, with marks "before_step", "after_forward",
+    "after_backward" and "after_step"; "after_init" is before the first step."""
     technique = technique or Technique()
     technique.stand_beside(plain, ledger := Ledger())
     for moment in plain.moments:
@@ -85,7 +85,7 @@ def beside(plain: Followed, technique: Technique | None = None) -> Ledger:
 
 
 def without_state(nbytes: Bytes) -> Bytes:
-    """The optimizer's state comes with its first update, so it is not there where only parts of a step are run."""
+    """These bytes less the optimizer's state, which its first update allocates: parts of a step run without it."""
     return nbytes.without(STATE, SHARD_OF_STATE)
 
 
@@ -96,5 +96,5 @@ def peak_of_part(ledger: Ledger, mode: str) -> Bytes:
 
 
 def peak_of_first_step(ledger: Ledger) -> Bytes:
-    """Peak of the first step. It has no optimizer state until its update, when the activations are freed already."""
+    """Peak of the first step. Its update allocates the optimizer's state, after the activations are freed."""
     return max(without_state(ledger.peak), ledger.marks["after_step"])

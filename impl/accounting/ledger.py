@@ -45,7 +45,7 @@ class Bytes(int):
 
 
 class Ledger:
-    """What is live, by name. `marks` and `peaks` hold what was live, and the peak so far, at each marked moment."""
+    """Live bytes by name. `marks` and `peaks` hold the live bytes, and the peak so far, at each marked moment."""
 
     def __init__(self) -> None:
         self._live: dict[str, int] = {}
@@ -112,7 +112,7 @@ SMALL = 1e-3
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a formula has live at the peak, largest first; prints as a table in MiB."""
+    """Live bytes at the peak according to a formula, largest first; prints as a table in MiB."""
 
     title: str
     entries: dict[str, int]
@@ -130,7 +130,7 @@ class Explanation:
 
 
 def explain(implementation: Implementation, case: Any, device: str = "cpu") -> Explanation:
-    """What is live at the peak of the case by the implementation's memory formula; ValueError where it has none."""
+    """Live bytes at the case's peak, by the implementation's memory formula; ValueError where it has none."""
     nbytes = implementation.peak(case, device)
     title = f"{implementation.family}/{implementation} at the peak of {case}:"
     return Explanation(title, getattr(nbytes, "entries", {"one number, without named terms": nbytes}))

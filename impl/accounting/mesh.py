@@ -31,9 +31,9 @@ class Mesh:
     tensor_axes: int = 1
     """M_Y."""
     weight_bytes: int = HALF
-    """Of an element of a weight on the links."""
+    """Bytes of an element of a weight on the links."""
     activation_bytes: int = HALF
-    """Of an element of an activation on the links."""
+    """Bytes of an element of an activation on the links."""
 
     @property
     def devices(self) -> int:

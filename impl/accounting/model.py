@@ -15,8 +15,8 @@ def training_work(case: TrainingStepCase | OwnModelCase) -> Work:
     """FLOPs and least bytes of one training step on one rank.
 
     6 FLOPs a token for each parameter of a matrix that multiplies (all but the embedding and the norms), and causal
-    attention's seven products; bytes: weights read twice, gradients written, and AdamW's 28 a parameter. Of the seven
-    products, the one that the kernel computes again is not the model's own.
+    attention's seven products; bytes: weights read twice, gradients written, and AdamW's 28 a parameter. `model_flops`
+    leaves out the one of the seven products that the kernel computes again.
     """
     if isinstance(case, OwnModelCase):
         return case.work

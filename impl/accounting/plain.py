@@ -1,4 +1,4 @@
-"""Plain steps of our models in PyTorch alone, which formulas stand beside: no technique of ours is in them."""
+"""Training steps of our models in PyTorch alone. Formulas add the bytes of a technique to those of a plain step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PlainLanguageModel:
     batch: int
     context: int
     dtype: str = "float32"
-    """Of products under autocast, where parameters are float32; without `autocast` of everything but the MLP's loss."""
+    """Dtype of products under autocast (parameters are float32); without `autocast`, of all but the MLP's loss."""
     attention: str = "sdpa"
     autocast: bool = True
     checkpointed: bool = False

@@ -1,7 +1,7 @@
 """A large model in short: blocks of two linears, without attention, embeddings, biases and activation functions.
 
 Master weights, accumulated gradients and Adam's two states are float32; activations, the weights that products take and
-all that is communicated are bfloat16. Tokens are those whose activations one device keeps, if not said otherwise.
+everything communicated are bfloat16. `tokens` counts those whose activations one device keeps, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HALF = 2
 
 @dataclass(frozen=True)
 class TwoLinears:
-    """So many blocks, each from `dim` to `ffn_dim` and back."""
+    """`blocks` blocks of two linears: `dim` to `ffn_dim`, and back."""
 
     blocks: int
     dim: int
@@ -51,7 +51,7 @@ class TwoLinears:
         return (self.state + half) / devices + half
 
     def least_devices(self, tokens: int, nbytes: int) -> int | None:
-        """The fewest devices on which `sharded` is below `nbytes`; None where the half that is not sharded is not."""
+        """The fewest devices on which `sharded` is below `nbytes`; None where the unsharded half alone is not."""
         twice_left = 2 * nbytes - self.saved_per_token * tokens
         twice_sharded = 2 * self.state + self.saved_per_token * tokens
         return twice_sharded // twice_left + 1 if twice_left > 0 else None
@@ -65,9 +65,9 @@ class TwoLinears:
         return HALF * self.blocks * (dim + self.ffn_dim // devices)
 
     def tensor_parallel_sent(self, tokens: int, devices: int) -> int:
-        """Bytes that a device sends in a step, with sequence parallel or without.
+        """Bytes that a device sends in a step, with sequence parallelism or without.
 
-        In each block forward sums the output over the devices, and backward the gradient of the input: an all-reduce,
-        or with sequence parallel a reduce-scatter and an all-gather, which are as much.
+        In each block forward sums the output over the devices, and backward the gradient of the input. Each sum is an
+        all-reduce or, with sequence parallelism, a reduce-scatter and an all-gather, which send as many bytes.
         """
         return 2 * self.blocks * all_reduce_bytes_sent(HALF * tokens * self.dim, devices)

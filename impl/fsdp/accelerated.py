@@ -21,12 +21,13 @@ OLDEST = "1.15"
 class AcceleratedFSDP2(TorchFSDP2):
     """`accelerate.utils.fsdp2_prepare_model`, which is what `Accelerator.prepare` does to a model.
 
-    accelerate chooses units by the names of their classes. Where a class is that of some units of `wrap` and of other
-    modules, too (linears in blocks and after them), no name singles those units out. They are sharded here beforehand,
-    and accelerate leaves them as they are. It makes a unit of a final norm, too, which stays gathered after forward.
+    accelerate chooses units by the names of their classes. Where some units of `wrap` and other modules have the same
+    class (linears in blocks and after them), no name singles those units out. They are sharded here beforehand, and
+    accelerate leaves them as they are. It also makes the final norm a unit, which stays gathered after forward.
 
-    An `Accelerator` takes ranks and device from the environment, once a process, and refuses FSDP on CPUs. So the
-    function gets the few attributes that it reads of one. accelerate's optimizers, autocast and loaders are not used.
+    An `Accelerator` reads ranks and device from the environment, once a process, and refuses FSDP on CPUs. So the
+    function gets a stand-in with the few attributes that it reads. accelerate's optimizers, autocast and loaders are
+    not used.
     """
 
     def _shard(self, units: list[nn.Module], *, reshard_after_forward: bool, **options: Any) -> nn.Module:

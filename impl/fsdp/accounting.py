@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 ROOT, EMBEDDING = "", "embedding"
 
 UnitOf = Callable[[str, tuple[int, ...]], str]
-"""The name of the module whose unit a parameter belongs to, by the parameter's name and shape."""
+"""From a parameter's name and shape to the name of the module whose unit it belongs to."""
 
 
 def language_model_unit(parameter: str, shape: tuple[int, ...] = ()) -> str:
-    """Blocks, the embedding, the output projection, and the root module with its norm."""
+    """The parameter's unit: its block, the embedding, the output projection, or the root module with its norm."""
     module, *rest = parameter.split(".")
     return f"{module}.{rest[0]}" if module == "blocks" else ROOT if module == "norm" else module
 
@@ -80,11 +80,11 @@ class FullySharded(Technique):
         return [moment.name for moment in self.plain.moments if moment.kind == kind and moment.name in self.units]
 
     def values_of(self, unit: str) -> int:
-        """Values of a unit's parameters."""
+        """Number of values in a unit's parameters."""
         return sum(prod(self.plain.parameters[name]) for name in self.units[unit])
 
     def padded(self, unit: str) -> int:
-        """Values of a unit's parameters, padded to a multiple of the ranks."""
+        """Number of values in a unit's parameters, padded to a multiple of the ranks."""
         return padded(self.values_of(unit), self.ranks)
 
     def shard(self, unit: str) -> int:
@@ -96,11 +96,11 @@ class FullySharded(Technique):
         return self.itemsize * self.padded(unit)
 
     def gathered_bytes(self, unit: str) -> int:
-        """Bytes that its full parameters take beside the shards."""
+        """Bytes that the unit's full parameters take in addition to its shards."""
         return self.full(unit)
 
     def buffers(self, unit: str) -> int:
-        """Bytes that the sum of its gradients over the ranks needs beside them."""
+        """Bytes of the buffers with which the unit's gradients are summed over the ranks."""
         return reduce_scatter_buffers(self.full(unit), self.ranks, self.device, self.itemsize)
 
     def at(self, moment: Moment) -> None:
@@ -112,7 +112,7 @@ class FullySharded(Technique):
         elif moment.kind == BACKWARD:
             if unit in self.backward_order:
                 self.gather(unit, self.backward_order)
-            # On the tensor between two units both have hooks, and those of the one that comes first run first.
+            # Two units have hooks on the tensor between them: the earlier is gathered before the later is reduced.
             for each in [each for each, missing in self.missing.items() if each and not missing]:
                 if not f"{moment.name}.".startswith(f"{each}."):
                     self.leave_backward(each)
@@ -132,7 +132,7 @@ class FullySharded(Technique):
             self.ledger.free(self.full_parameters(unit), self.gathered_bytes(unit))
 
     def full_parameters(self, unit: str) -> str:
-        """The name of a unit's entry; those that all stay gathered have one together."""
+        """The ledger's name for a unit's full parameters; without resharding after forward all units share one."""
         return f"full parameters of {_called(unit)}" if self.reshard_after_forward else "full parameters"
 
     def gradient(self, parameter: str) -> None:
@@ -172,9 +172,9 @@ class FullySharded(Technique):
 
 
 class NormsReplicated(FullySharded):
-    """Every rank has all of the norms' weights, with their gradients and moments; the root's unit is nothing else.
+    """Every rank has the norms' weights, gradients and moments in full. These weights are the root module's unit.
 
-    Full parameters are the rank's own where it computes in float32, else a copy. Gradients are all-reduced in place.
+    In float32 their full parameters are the stored ones, otherwise a cast copy. Gradients are all-reduced in place.
     """
 
     def __init__(self, ranks: int, device: str = "cpu") -> None:

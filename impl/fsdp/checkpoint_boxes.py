@@ -1,7 +1,7 @@
 """A shard in the form that torch.distributed.checkpoint (DCP) saves and loads: boxes of the full tensor.
 
 A shard is a run of elements of the flattened parameter. DCP wants rectangular boxes, each with its offset in every
-dimension. Of a (4, 3) parameter, elements 2 to 7 are three boxes: one element, a row, and two elements.
+dimension. Elements 2 to 7 of a (4, 3) parameter, for example, are three boxes: one element, a row, and two elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 @dataclass(frozen=True)
 class Pieces:
-    """This rank's boxes of a tensor of that full shape, by their offsets; the methods are the ones that DCP calls."""
+    """This rank's boxes, by their offsets in a tensor of shape `shape`; DCP calls these methods."""
 
     shape: torch.Size
     dtype: torch.dtype

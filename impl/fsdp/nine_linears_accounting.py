@@ -1,6 +1,6 @@
-"""The step of an MLP of square linears by our implementations: bytes on one rank, what it computes and sends.
+"""Our implementations' step of an MLP of square linears: bytes on one rank, FLOPs, and bytes sent.
 
-Exact to the byte on CPU and Gloo, on a rank that has the most rows.
+Bytes on a rank are exact on CPU and Gloo, for a rank that has the most rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARDED: dict[str, Callable[..., Technique]] = {
 """Techniques by the names of their implementations."""
 
 STRATEGIES = ("simple", *SHARDED)
-"""The names that have a formula."""
+"""Names of the implementations that have a formula."""
 
 MODULES = {"linears": 2, "thirds": 1, "whole": 0}
 """Number of leading parts of a parameter's name that name its unit."""
@@ -40,7 +40,7 @@ def _step(case: NineLinearsCase, technique: Technique, device: str = "cpu") -> L
 
 
 def technique_of(name: str, case: NineLinearsCase, device: str = "cpu") -> Technique:
-    """KeyError for a name that is not one of `STRATEGIES`; only what is on "cuda" is offloaded."""
+    """The technique of that name; KeyError unless it is one of `STRATEGIES`. Only "cuda" offloads to host memory."""
     if name == "simple":
         return Simple(case.ranks)
     parts = MODULES[case.wrap]
@@ -53,7 +53,7 @@ def technique_of(name: str, case: NineLinearsCase, device: str = "cpu") -> Techn
 
 
 def peak(case: NineLinearsCase, name: str, device: str = "cpu") -> Bytes:
-    """Peak in bytes of one rank's step, on the device: what is offloaded from "cuda" is not on it."""
+    """Peak in bytes of one rank's step on the device, without the bytes that are offloaded to host memory."""
     return _step(case, technique_of(name, case, device), device).peak
 
 
@@ -66,18 +66,18 @@ class Formulas:
 
 
 def formulas(name: str) -> Formulas:
-    """The closed forms of one of `STRATEGIES`, as it is registered with them."""
+    """The closed forms with which one of `STRATEGIES` is registered."""
     return Formulas(partial(peak, name=name), partial(stages, name=name))
 
 
 def copying_peak(case: NineLinearsCase, device: str = "cpu") -> Bytes:
-    """Peak in bytes where nothing is sharded, and each gradient has a copy to reduce: a user's own may have no more."""
+    """Peak in bytes where nothing is sharded and each gradient is copied to be reduced: the budget of a user's own."""
     copies = {"copies of gradients": case.linears * linear_bytes(case)}
     return _step(case, Technique(), device).peak.add(copies)
 
 
 def stages(case: NineLinearsCase, name: str) -> dict[str, int]:
-    """Bytes live after each stage of making the step. In the end the gradients are there, and no activations."""
+    """Bytes live after each stage of making the step. After the last, gradients are live, and activations are not."""
     marks = _step(case, technique_of(name, case)).marks
     data = marks["before_step"].entries[INPUTS]
     model = data + case.linears * linear_bytes(case)

@@ -42,11 +42,11 @@ class FullyShardedDataParallel(PlainStateDict):
     forward, because backward starts there. `forward_prefetch` and `backward_prefetch` say how many of the next units
     to all-gather while one computes, in the order that the previous step used them.
 
-    What a unit takes and returns may be dataclasses, too (tensors in them are not cast), and it may write into a list
-    or a dict that it is given, unless `compute_dtype` casts what is in that.
+    A unit may take and return dataclasses (tensors in them are not cast), and it may write into a list or a dict that
+    it is given, unless `compute_dtype` casts a tensor in it.
 
     `ignored_params` chooses parameters that are replicated. Their gradients are all-reduced with the root module's
-    unit, all at once, and nothing of them is gathered. PyTorch's option of that name averages no gradients.
+    unit, all at once, and they are never gathered. PyTorch's option of that name averages no gradients.
 
     Shards have the parameters' own dtype. `compute_dtype` is what parameters, and floating-point inputs of units, are
     cast to before the all-gather. `reduce_dtype` (by default the compute dtype) is what gradients are cast to before

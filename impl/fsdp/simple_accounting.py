@@ -1,9 +1,9 @@
 """SimpleFSDP of both language models in closed form: bytes live on each rank, FLOPs, and bytes sent.
 
-Parameters, gradients and moments are float32 shards, n / R values of n on R ranks; what is gathered, and with it every
-activation, is in the case's dtype, c bytes a value; the MLP's loss is float32. Exact to the byte on CPU and Gloo in
-float32 where the ranks divide the model's widths; Gloo's gather holds what it gathers twice for a moment, and its
-reduce-scatter copies what it reduces.
+Parameters, gradients and moments are float32 shards, n / R values of n on R ranks. Gathered parameters and activations
+are in the case's dtype; the MLP's loss is float32. The formulas are exact to the byte on CPU and Gloo in float32 where
+the ranks divide the model's widths. Gloo's all-gather briefly holds its output twice, and its reduce-scatter copies its
+input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def stages(case: RankRung) -> dict[str, int]:
-    """Bytes live after each stage of making the model: whole at first, or on meta never more than shards."""
+    """Bytes live after each stage of making the model: all of it, then shards; from the meta device only shards."""
     whole = FLOAT * MLP_SIZES[case.model].parameters
     shards = whole // case.ranks
     if not case.meta:
@@ -38,7 +38,7 @@ GENERATOR = 5056
 
 
 def peak_of_stages(case: RankRung) -> int:
-    """Bytes at the peak of making the model: the shards; or all of it and the first shard, the embedding's."""
+    """Bytes at the peak of making the model: all of it and the first shard, the embedding's; from meta only shards."""
     size = MLP_SIZES[case.model]
     held = max(stages(case).values())
     return held + (GENERATOR if case.meta else FLOAT * size.vocab * size.dim // case.ranks)
@@ -58,14 +58,14 @@ def step_bytes(case: RankRung, reshard: bool = True) -> dict[str, Bytes]:
 
 
 def peak(case: RankRung) -> Bytes:
-    """Bytes at the peak of an eager step; of a compiled one a bound."""
+    """Bytes at the peak of an eager step; an upper bound for a compiled one."""
     return step_bytes(case)["peak_of_backward"]
 
 
 def work(case: RankRung) -> Work:
     """All ranks' FLOPs and bytes moved, and what each must send: gathers in forward and backward, and reductions.
 
-    Backward gathers again what it reads: matrices and the norm's parameters, and of a checkpointed block the biases.
+    Backward gathers again the parameters that it reads: matrices, the norm's, and the biases of checkpointed blocks.
     """
     size, one = MLP_SIZES[case.model], training_step.work(case)
     biases = size.layers * (size.hidden + size.dim)
@@ -79,10 +79,10 @@ FULL, REDUCED = "full parameters", "shard of gradients"
 
 
 class Simple(Technique):
-    """Every read all-gathers a parameter, rows over the ranks; what autograd saved of it is freed and all-gathered
-    again for backward, unless `reshard_after_forward` is False or checkpointing computes forward again.
+    """Every read all-gathers a parameter, whose rows are sharded over the ranks. The copy that autograd saves is freed
+    and all-gathered again for backward, unless `reshard_after_forward` is False or checkpointing repeats the forward.
 
-    A gradient is reduced in `reduce_bytes` a value, and is float32 in the end.
+    A gradient is reduced at `reduce_bytes` per value, and its shard is then float32.
     """
 
     def __init__(self, ranks: int, *, reduce_bytes: int = FLOAT, reshard_after_forward: bool = True) -> None:
@@ -107,7 +107,7 @@ class Simple(Technique):
         self.take_shards(sum(FLOAT * self.rows(name) // self.ranks for name in self.values))
 
     def rows(self, parameter: str) -> int:
-        """Values of the parameter, with as many more rows as make them divide by the ranks."""
+        """Number of values of the parameter, with its rows padded to a multiple of the ranks."""
         rows, *columns = self.plain.parameters[parameter]
         return padded(rows, self.ranks) * prod(columns)
 

@@ -29,7 +29,7 @@ class Unit:
         self.reduced = False
 
     def add(self, places: dict[nn.Parameter, list[Place]], sharding: Sharding, kind: type[Flat] = Flat) -> None:
-        """Take these parameters into the unit."""
+        """Add these parameters to the unit."""
         kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in places:
             kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
@@ -89,7 +89,7 @@ class Unit:
         return [parameter for flat in flats for parameter in flat.parameters]
 
     def discard_step(self) -> None:
-        """Free what a step that raised has gathered, and its gradients, including those being reduced."""
+        """Free the full parameters and gradients of a step that raised, including gradients being reduced."""
         self.reshard()
         for flat in self.flats:
             flat.discard_gradients()

@@ -20,7 +20,7 @@ class Optimizer(Protocol):
     be lost. Parameters whose `.grad` is None do not change, nor do their state and step count. It updates parameters
     in place, where their data is at that step, and neither writes `.grad` nor uses its memory after the step. Each
     parameter counts its own steps. Each param group has its own arguments, which a step reads anew, as schedulers
-    change them; groups may be added later. Of float64 parameters all arithmetic is in float64, bias corrections
+    change them; groups may be added later. For float64 parameters all arithmetic is in float64, bias corrections
     included. inf and NaN in a gradient reach the parameter and its moments, as in torch's, unless stated otherwise
     below. After a parameter's first steps nothing more is kept, whatever changes from step to step: arguments, which
     parameters have a gradient, loaded state. Optimizers share nothing, but for a state that is loaded without a copy:

@@ -1,7 +1,7 @@
 """Sharded optimizers in closed form: bytes live on one rank through a training step, and bytes it must send.
 
 ZeRO-1 with Ψ float32 parameters on N ranks: 4Ψ of parameters, 4Ψ of gradients, 8Ψ/N of Adam's moments. Shards are of
-equal size, so the ranks differ only in the step counts of the parameters that they have a part of.
+equal size, so the ranks differ only in their numbers of step counts: one for each parameter that a rank has a part of.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class _Bucket:
 
 
 def work(case: ShardedStepCase | OwnModelCase) -> Work:
-    """All ranks' FLOPs and bytes moved, and what each must send: to reduce-scatter gradients, and gather parameters."""
+    """All ranks' FLOPs and bytes moved; bytes that each sends to reduce-scatter gradients and all-gather parameters."""
     return data_parallel.work(case, case.ranks)  # these are an all-reduce in two halves
 
 
 def zero_redundancy_work(case: ShardedStepCase | OwnModelCase) -> Work:
-    """As `work`, for an all-reduce of the gradients followed by an exchange of the parameters."""
+    """As `work`, but gradients are all-reduced before parameters are exchanged: 3/2 of the bytes are sent."""
     one = data_parallel.work(case, case.ranks)
     return replace(one, bytes_communicated=one.bytes_communicated * 3 // 2)
 
@@ -92,8 +92,8 @@ FLAT = "flat gradients of buckets"
 class _Sharded(Technique):
     """Parameters are views into flat buckets, padded to a multiple of the ranks; a rank has `state` bytes of state.
 
-    A gradient moves into its bucket's flat tensor, which exists from the first of its gradients on. A full bucket is
-    reduce-scattered while backward goes on; its buffers, on CPU, are there until the step waits for it.
+    A gradient moves into its bucket's flat tensor, which the bucket's first gradient allocates. A full bucket is
+    reduce-scattered while backward goes on; on CPU the collective's buffers are live until the step waits for it.
     """
 
     FACTOR = 8  # bytes of the factor, a float64, that gradients are multiplied by before they are sent

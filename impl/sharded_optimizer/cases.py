@@ -1,4 +1,4 @@
-"""A case of a training step whose optimizer is sharded over the ranks: what varies, and its id."""
+"""Cases of a training step whose optimizer is sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardmark.api import Grid, OwnModelCase
 
 @dataclass(frozen=True)
 class ShardedStepCase(TrainingStepCase):
-    """One step whose optimizer is sharded over that many `ranks`."""
+    """One step whose optimizer is sharded over `ranks` ranks."""
 
     ranks: int = 2
 

@@ -57,8 +57,8 @@ def check_averaged(
     """RuntimeError on every rank where the ranks' gradients differ, because nothing has averaged them.
 
     Reads each gradient twice. The ranks exchange the number of gradients, their norm, and their inner product with a
-    random tensor that is the same on every rank. The norm alone would not do: mirrored inputs, for example, or the same
-    tokens at other positions give different gradients of one norm.
+    random tensor that is the same on every rank. The norm is not enough: mirrored inputs, for example, or the same
+    tokens at other positions give different gradients with equal norms.
     """
     own = torch.zeros(3, dtype=torch.float64, device=next((p.device for p in parameters), None))
     if grads := [p.grad for p in parameters if p.grad is not None]:

@@ -69,9 +69,8 @@ def _zero_redundancy_class() -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     class ZeroRedundancy(ZeroRedundancyOptimizer):
-        """torch's, but `state_dict` returns the full state on every rank, where torch's does on one, and loading drops
-        the state of parameters that the loaded one has nothing for, where torch's keeps it, and casts as
-        `optimizer_cls` does.
+        """torch's, with three differences. `state_dict` returns the full state on every rank, not on one. Loading drops
+        the state of parameters that the loaded state does not have, and casts as `optimizer_cls` does.
         """
 
         def state_dict(self) -> dict[str, Any]:

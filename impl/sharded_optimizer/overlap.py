@@ -1,4 +1,4 @@
-"""The all-gather of updated parameters overlaps forward: each submodule waits for its own just before it reads them."""
+"""Overlap the all-gather of updated parameters with forward: each submodule waits just before it reads its own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from impl.sharded_optimizer.shards import ShardedBucket
 class ForwardOverlap:
     """Hooks on `module` and its submodules; they keep nothing alive, and do nothing once `self` is freed.
 
-    When the module's forward ends and a bucket's all-gather has not been waited for, no submodule that owns its
-    parameters ran. Something else, such as a parent module, may have read them before they were updated:
-    `read_too_early` says so.
+    If the module's forward ends before a bucket's all-gather was waited for, no submodule that owns the bucket's
+    parameters ran. Another module, such as a parent, may have read them before they were updated: `read_too_early`
+    reports this.
     """
 
     def __init__(self, module: nn.Module, bucket_of: Mapping[nn.Parameter, ShardedBucket]) -> None:

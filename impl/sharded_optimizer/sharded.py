@@ -4,8 +4,8 @@ updated parameters are all-gathered while the next forward runs.
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.1 (P_os).
 With Ψ parameters on N ranks a rank stores 4Ψ (parameters) + 4Ψ (gradients) + KΨ/N bytes in float32, K = 8 for Adam's
 moments (in the paper's mixed precision 2Ψ + 2Ψ + 12Ψ/N), and sends 2Ψ (N-1)/N elements a step, as for an all-reduce. As
-in the paper, all ranks' partitions are equal, whatever the parameters' sizes. Unlike there, gradients exist only from
-backward to the step, and a submodule waits for updated parameters only when its forward needs them.
+in the paper, all ranks' partitions are equal, whatever the parameters' sizes. Unlike the paper's, our gradients are
+freed after the step, and a submodule waits for updated parameters only when its forward needs them.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` saved on any number of ranks, or by `optimizer_cls` without sharding.
 
-        ValueError, with nothing loaded, where it is of another model.
+        ValueError, with nothing loaded, if the state is of another model.
         """
         hook = self.register_load_state_dict_pre_hook(self._load_shards)  # runs after the user's own hooks
         try:
@@ -247,7 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.state = self._inner.state
 
     def _load_shards(self, _: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Load this rank's part of the state into the inner optimizer; torch loads the groups' arguments."""
+        """Load this rank's part of the state into the inner optimizer. torch then loads the groups' arguments."""
         check_state(loaded, self.param_groups)
         ids = [i for group in loaded["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -277,7 +277,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._filled.clear()
 
     def _view_gradients(self) -> None:
-        """Give this rank's shards their gradients: none where a frozen parameter's counted as zero in a reduction."""
+        """Set the gradients of this rank's shards; None for a frozen parameter, which was reduced as zero."""
         for segment in self._segments():
             segment.view_gradient()
             if self.average_gradients and not segment.parameter.requires_grad:

@@ -15,8 +15,8 @@ from impl.distributed import has_own_memory
 def default_bucket_mb(device: str) -> int:
     """MB (2^20 bytes) of gradients that are reduce-scattered together, and of parameters that are all-gathered.
 
-    On a GPU as many as PyTorch's DDP reduces together. On CPU fewer: on two cores, a step of a model of 36 MB takes
-    about as long as with ZeroRedundancyOptimizer, and with 25 a sixth longer.
+    On a GPU the default is DDP's bucket size. On CPU it is smaller: on two cores, a step of a model of 36 MB takes
+    about as long as with ZeroRedundancyOptimizer, and a sixth longer with 25.
     """
     return 5 if device == "cpu" else 25
 
@@ -42,9 +42,9 @@ class ShardedBucket:
     """Parameters of one group and dtype that are communicated together, as views into one flat tensor.
 
     The flat tensor is padded to a multiple of the world size, and every rank owns a slice of `size` elements. A slice
-    may begin or end inside a parameter, so no rank owns more than another, whatever the parameters' sizes. `owned`, the
-    bytes that each rank owns in other buckets, says where the padding goes: of many buckets of a few elements the first
-    rank would own all. It is brought up to date.
+    may begin or end inside a parameter, so no rank owns more than another, whatever the parameters' sizes. `owned` has
+    the bytes that each rank owns in other buckets, and is updated. It decides where the padding goes: otherwise the
+    first rank would own all of many buckets of a few elements.
     """
 
     def __init__(

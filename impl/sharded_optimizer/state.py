@@ -14,7 +14,7 @@ from impl.distributed import of_every_rank
 from impl.sharded_optimizer.shards import Segment, ShardedBucket
 
 State = dict[str, Any]
-"""One parameter's state: tensors of its shape, and values that all its elements share, such as the step count."""
+"""State of one parameter: tensors of its shape, and values that all its elements share, such as the step count."""
 
 
 def gather_state(
@@ -22,7 +22,7 @@ def gather_state(
 ) -> dict[nn.Parameter, State]:
     """All-gather the state of full parameters, on every rank; parameters without state are left out.
 
-    ValueError for state that has neither its segment's shape nor no dimensions.
+    ValueError for a tensor of state that has neither the shape of its segment nor zero dimensions.
     """
     every_rank = of_every_rank([_described(bucket, state) for bucket in buckets], group)
     gathered: dict[nn.Parameter, State] = {}
@@ -90,8 +90,8 @@ def is_elementwise(name: str, value: Any, parameter: Tensor) -> bool:
 
 
 def _described(bucket: ShardedBucket, state: Mapping[Tensor, State]) -> dict[int, State]:
-    """Describe the state of this rank's segments by index in the bucket: dtypes in place of tensors; other values as
-    they are."""
+    """Describe the state of this rank's segments by index in the bucket: the dtype of each elementwise tensor, and all
+    other values themselves."""
     places = {p: place for place, p in enumerate(bucket.parameters)}
     described: dict[int, State] = {}
     for segment in bucket.segments:

@@ -1,6 +1,6 @@
 """The training step under torch.compile: which part of it is compiled, and with which options.
 
-What each implementation compiles into one call from Python:
+Parts that each implementation compiles into one call from Python:
 
     compile_model               the model's forward; its backward is compiled, too, and called by autograd
     compile_forward_backward    forward with the loss; and backward, as compiled autograd captures it

@@ -121,7 +121,7 @@ RULES: dict[str, Rules[Reading]] = {
 
 @cache
 def held(program: Program, on: str, ranks: int, records_streams: bool = False) -> dict[str, tuple[AtMark, AtMark]]:
-    """What the allocator holds at each mark of the program: with streams as expected, and as slow as possible."""
+    """The allocator's bytes at each mark of the program: with streams as expected, and as slow as possible."""
     device = hardware(on)
     with simulation(ranks, on=device, records_streams=records_streams), recording("cpu") as recorded:
         program()

@@ -17,12 +17,12 @@ Unknown = tuple[str, str, str, str, str]
 
 
 def by_rule(row: Row, rules: Rules[T]) -> T | None:
-    """What the first rule for the row's experiment says; None without one."""
+    """Result of the first rule for the row's experiment; None without one."""
     return next((rule(row) for experiment, rule in rules if re.match(experiment, row["experiment"])), None)
 
 
 def why_unknown(row: Row, unknown: Iterable[Unknown]) -> str:
-    """Why no prediction is held to the row; empty if one is."""
+    """The reason why the row is compared with no prediction; empty if it is compared."""
     about = row["experiment"], row["case"], row["metric"], row["unit"]
     for *patterns, why in unknown:
         if all(map(re.search, patterns, about)):

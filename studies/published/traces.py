@@ -1,4 +1,4 @@
-"""What a program launches, recorded once, so that its time at any rates takes only sums.
+"""Record a program's launches once, so that its time at any rates takes only sums.
 
 This is for programs on one device with one stream; there `Schedule` gives the same times.
 """

@@ -5,6 +5,6 @@
     python -m studies.verdicts smoke --minutes 20     # whole runs at smoke scale beside a neighbour
     python -m studies.verdicts report                 # docs/verdicts.md and its plot
 
-`tox -e verdicts` does all four, and records in real time too (`chrt --rr 1`) where that is permitted. What is measured
-is added to what there is in docs/verdicts/.
+`tox -e verdicts` does all four, and records in real time too (`chrt --rr 1`) where that is permitted. New measurements
+are added to those in docs/verdicts/.
 """

@@ -1,4 +1,4 @@
-"""What formulas say of CUDA: against PyTorch's own functions for fake tensors, and against the meter on a GPU."""
+"""Formulas for CUDA: against PyTorch's own functions for fake tensors, and against the meter on a GPU."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ AT_THE_LOSS = {
     "sharded_optimizer": ShardedStepCase("tiny", 4, 250),
     "fsdp": FSDPCase("tiny", 4, 250),
 }
-"""Of a step whose largest moment is the loss."""
+"""A case of each family, chosen so that its step peaks at the loss."""
 
 
 @pytest.mark.parametrize("name", AT_THE_LOSS)
 def test_nor_does_a_step_on_ranks_whatever_is_sharded(name: str) -> None:
-    """Nor one that is checkpointed, but for what its policy frees of it."""
+    """Checkpointing changes the difference only by the tensors that its policy frees."""
     case, size = AT_THE_LOSS[name], SIZES["tiny"]
     longer = 4 * case.batch * size.heads * (-case.context % 32) + DROPOUT
     output = 4 * case.tokens * size.d_model

@@ -42,7 +42,7 @@ def published(name: str) -> dict[Row, float]:
 
 
 def odsc() -> dict[Row, float]:
-    """What the FSDP tutorial of ODSC West 2024 should have printed, in bytes.
+    """Bytes that the FSDP tutorial of ODSC West 2024 should have printed.
 
     9.0 GiB is not nine linears: its script makes one for each of 8 GPUs, and the other GiB is inputs and targets. DDP's
     peak is where the last bias's gradient is summed, and 80 MiB is what PyTorch's reduction would need for 16,384 sums

@@ -1,4 +1,4 @@
-"""What strong and weak scaling share out, and their efficiency, against numbers worked out by hand."""
+"""Strong and weak scaling: each rank's batch, and the efficiency, against numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may talk to a run: what listens, who may read its files, and which messages are unpickled."""
+"""Access to a run: its listening sockets, who may read its files, and which messages are unpickled."""
 
 import os
 import stat

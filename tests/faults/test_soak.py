@@ -103,7 +103,7 @@ def test_a_huge_answer_arrives_in_time_or_is_given_up_in_time(nbytes: int, deadl
         assert is_late
     else:
         assert [len(answer) for answer in answers] == [nbytes, 0]
-    # What has arrived is unpickled after the deadline, at a rate that any machine has.
+    # A reply that has arrived is unpickled after the deadline, at 512 MiB/s or faster.
     assert time.monotonic() - begin < deadline + 3 * GRACE + nbytes / 2**29
 
 

@@ -186,7 +186,7 @@ def blocks_its_signals() -> None:
     time.sleep(1000)
 
 
-# What it returns is not what can be sent.
+# Replies that cannot be sent or unpickled, and broken connections.
 
 
 @fails("raised (AttributeError|PicklingError|.*): .*[Pp]ickle", everywhere=True)

@@ -240,7 +240,7 @@ def leaves_a_message() -> None:
         dist.isend(torch.ones(3), 0)
 
 
-# What harms nobody.
+# Calls that harm nobody.
 
 
 @passes()

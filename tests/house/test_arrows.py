@@ -10,7 +10,7 @@ import pytest
 from correctness.support.paths import ROOT
 
 PACKAGES = ("text", "api", "ranks", "verdict", "meter", "rows", "predict", "report", "plugin")
-"""Of shardmark, lowest first: each imports only those before it."""
+"""Packages of shardmark, lowest first: each imports only those before it."""
 
 FORBIDDEN = {
     "shardmark": ("impl", "correctness", "perf", "tests", "studies"),
@@ -20,7 +20,7 @@ FORBIDDEN = {
     "studies": ("correctness", "tests"),
     "examples": ("correctness", "perf", "tests", "studies"),
 }
-"""What no file of a room imports."""
+"""By room: the modules that none of its files imports."""
 
 COMMAND = ("shardmark/predict/__main__.py", "impl")
 """The one command of the tool that loads the suite's implementations."""

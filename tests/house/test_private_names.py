@@ -28,7 +28,7 @@ def private_names() -> dict[str, str]:
         for name in _names(ast.parse(path.read_text())):
             if any(part.startswith("_") and not part.startswith("__") for part in name.split(".")):
                 found.setdefault(name, str(path.relative_to(IMPL.parent)))
-    # Of a.b.c the source has a.b as well.
+    # A source that has a.b.c has a.b, too: keep the longest.
     return {name: file for name, file in found.items() if not any(other.startswith(f"{name}.") for other in found)}
 
 

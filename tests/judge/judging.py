@@ -1,6 +1,6 @@
 """Judge planted implementations in one run of pytest for a family, as `--impl` judges a user's own.
 
-Of a defect only the tests run that must see it, and no more of them once one has.
+A defect runs only the tests that must see it, and only until the first one does.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a profiled step says of its kernels: counts, shares, modules, categories."""
+"""The kernels of a profiled step: counts, shares, modules, categories."""
 
 from collections import Counter
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a failed memory budget shows: the formula's terms at the peak, and the blocks that were live there."""
+"""A failed memory budget shows the formula's terms at the peak, and the blocks that were live there."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""What autograd keeps for backward, in steps that save known tensors."""
+"""Bytes that autograd saves for backward, in steps that save known tensors."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""What `--impl` says in the end: each target's verdict, what was not run, and what hung."""
+"""The summary of an `--impl` run: each target's verdict, what was not run, and what hung."""
 
 import signal
 import time
@@ -224,7 +224,7 @@ def test_a_world_of_one_in_this_process_has_a_deadline_too() -> None:
     ("inner", "nap"), [(0.1, 0.2), (5.0, 0.2), (0.1, 0.5)], ids=["hangs", "does_not", "hangs_past_the_outer"]
 )
 def test_a_deadline_within_another_does_not_put_it_off(inner: float, nap: float) -> None:
-    """Nor within pytest-timeout's, which has the same alarm."""
+    """It does not put off pytest-timeout's deadline either, which uses the same timer."""
     before = signal.getitimer(signal.ITIMER_REAL)[0]
     left: list[float] = []
 

@@ -59,7 +59,7 @@ def test_casts_are_cudas(device_type: str) -> None:
 
 
 VALUES = 2 * 4 * 256 * 64
-"""Of q, k, v and the output each: batch, heads, length and width."""
+"""Values in each of q, k, v and the output: batch * heads * length * width."""
 
 
 def _held_beside_values(dtype: torch.dtype, **options: object) -> int:

@@ -169,7 +169,7 @@ def test_strategies_of_one_device_come_first_and_then_by_how_much_is_sharded() -
 
 
 def test_the_package_names_no_family_that_trains_a_model() -> None:
-    """Nor "checkpointing" of them, but as the label of a strategy whose blocks are checkpointed as well."""
+    """The one exception is "checkpointing", the label of a strategy whose blocks are checkpointed as well."""
     families = {name for name, family in FAMILIES.items() if family.workload is not None}
     named = {
         (path.name, node.value)

@@ -1,4 +1,4 @@
-"""What a call changes on its ranks is restored, or the ranks are replaced; its test is warned."""
+"""State that a call changes on its ranks is restored, or the ranks are replaced; its test is warned."""
 
 import os
 import pickle

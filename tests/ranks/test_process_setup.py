@@ -1,4 +1,4 @@
-"""What a machine lacks: found out by trying, when a test needs it, and skipped with the reason."""
+"""Requirements are tried when a test needs them; where the machine lacks one, the test is skipped with the reason."""
 
 import os
 import subprocess

@@ -164,7 +164,7 @@ def test_what_was_measured_and_no_longer_is_stands_among_what_is_worse() -> None
 
 
 def test_predicted_times_stand_beside_measured_ones() -> None:
-    """Of a test in both runs; what has changed is asked of runs of one kind alone."""
+    """The plot has only tests of both runs; "What has changed" compares only two runs of one kind."""
     simulated = output([predicted(name, 0.02, simulated=True) for name in ("both", "only")])
     measured = output([entry("both", {"id": "predicted"}, 0.025)])
     for runs in ([("a.json", simulated), ("b.json", measured)], [("b.json", measured), ("a.json", simulated)]):

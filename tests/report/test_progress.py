@@ -89,7 +89,7 @@ def test_a_pipe_gets_nothing_and_the_next_run_knows_how_long_each_test_took(proj
 
 
 def on_a_terminal(*arguments: str) -> str:
-    """What a run of pytest writes to a terminal of 80 columns."""
+    """Output of a run of pytest on a terminal of 80 columns; AssertionError if the run fails."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update(TERM="xterm", COLUMNS="80")

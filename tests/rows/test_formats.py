@@ -1,4 +1,4 @@
-"""What other programs read of a run: pytest-benchmark, GitHub's benchmark action, JUnit, Nsight; a row's schema."""
+"""A run's files, read by other programs: pytest-benchmark, GitHub's benchmark action, JUnit, Nsight; a row's schema."""
 
 import json
 import math

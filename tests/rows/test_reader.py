@@ -24,7 +24,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 
 def output(*entries: dict[str, Any]) -> dict[str, Any]:
-    """What a run would write of them."""
+    """A run's file with these entries, before it is written as JSON."""
     return {"machine_info": {"device": "cpu"}, "unmeasured": [], "benchmarks": list(entries)}
 
 

@@ -12,7 +12,7 @@ from shardmark.rows.atomic_json import GrowingFile, RowFileError
 from tests.support.steps import Steps, no_space
 
 ROW = ["text " * 2_000]
-"""Of several pages of memory, so that a write may end within it."""
+"""Longer than a page of memory, so that a write may end within it."""
 LAST = 5
 
 

@@ -20,15 +20,15 @@ ADDRESS, PORT = "10.64.0.1", 29500  # of the first host, where nothing else list
 
 @dataclass
 class Launch:
-    """What torchrun started on one host."""
+    """The processes that torchrun started on one host."""
 
     host: Host
     process: subprocess.Popen[str]
     tag: str
-    """In the environment of all its processes."""
+    """Text in the environment of all these processes, by which they are found."""
 
     def kill(self, cut: bool) -> None:
-        """End all that runs there at once; with `cut` nobody hears of it, as of a machine without power."""
+        """Kill all of them at once; `cut` takes down the host's link first, as when a machine loses power."""
         if cut:
             down = ["ip", "link", "set", INTERFACE, "down"]
             subprocess.run(["nsenter", f"--net={self.host.namespace}", *down], check=True)

@@ -19,7 +19,7 @@ TITLES = (
     "Memory allocated after each stage",
     "Memory reserved after each stage",
 )
-"""Of each kind of plot, as the planted run has rows for all of them."""
+"""Titles of the page's plots; the planted run has rows for every kind."""
 
 LENGTHS = Lines("Time by length", "case.seq", "stats.mean", "s", "length", "time", limit="limit.seconds")
 BUCKETS = Lines(
@@ -37,7 +37,7 @@ PUBLISHED = Points(
     {"step time": "s"},
     (Published("a paper", "8 GPUs of another kind", "theirs", "step time", 0.5),),
 )
-"""What the planted run's questions declare."""
+"""Plots that the planted run's question declares."""
 
 
 def entry(
@@ -77,7 +77,7 @@ def entry(
 
 
 def output(benchmarks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a run writes of them."""
+    """A run's file with these entries, before it is written as JSON."""
     machine = {"device": "cpu", "gpus": [], "cores": 2, "threads": 2, "torch": "2.13.0", "cpu": {"brand_raw": "a CPU"}}
     said = {"columns": ["case", "implementation", "time ms"], "short": "a", "answer": "42", "lines": ["a line", "two"]}
     plots = [saved(plot) for plot in (LENGTHS, BUCKETS, PUBLISHED)]
@@ -92,7 +92,7 @@ def output(benchmarks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """One that has all plots."""
+    """A run with rows for all plots."""
     rows = [
         entry(name, {"id": f"s{seq}", "seq": seq}, seconds=seq * 1e-5 * factor, limit={"seconds": seq * 3e-6})
         for name, factor in (("eager", 1), ("flash", 2))

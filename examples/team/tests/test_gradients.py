@@ -7,7 +7,7 @@ from training import at_once, make_model
 
 
 def gradients(step):
-    """Of a model and rows that are the same in each call."""
+    """Gradients after one step of a model; model and rows are the same in each call."""
     torch.manual_seed(0)
     model, x = make_model(8).double(), torch.randn(12, 8, dtype=torch.float64)
     step(model, x)

@@ -1,4 +1,4 @@
-"""What varies from case to case."""
+"""Cases of the softmax family."""
 
 from __future__ import annotations
 

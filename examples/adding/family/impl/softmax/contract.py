@@ -1,4 +1,4 @@
-"""What a softmax must be."""
+"""The contract of softmax, the check that a target meets it, and the family."""
 
 from __future__ import annotations
 
