@@ -4,12 +4,9 @@ history = History([Group([(5, 3), (7,)])], [Step(), Change(0, {"lr": 0.3}), Step
 check(implementation, world, history, device)  # every rank beside the unsharded optimizer, after each event
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -17,29 +14,8 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
 from correctness.engine.histories import events_of, one_in
+from correctness.sharded_optimizer.training import Group, History, Options, Training, listed
 from correctness.sharded_optimizer.unusual_optimizers import OPTIMIZERS, Wide
-
-if TYPE_CHECKING:
-    from correctness.sharded_optimizer.player import Training
-
-Shape = tuple[int, ...]
-Options = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Group:
-    """A param group: the shapes of its parameters, its own options, and the indices of those that are frozen."""
-
-    shapes: Sequence[Shape]
-    options: Options = field(default_factory=dict)
-    frozen: tuple[int, ...] = ()
-    transposed: bool = False
-    """Parameters with two or more dimensions are not contiguous."""
-
-    def __str__(self) -> str:
-        said = [f"parameters {', '.join(map(str, self.shapes))}", listed(self.options)]
-        said += [f"frozen {list(self.frozen)}"] if self.frozen else []
-        return f"({' with '.join(filter(None, said))}{', transposed' * self.transposed})"
 
 
 @dataclass(frozen=True)
@@ -66,11 +42,11 @@ class Step:
         def closure() -> float:
             nonlocal calls
             calls += 1
-            training.set_gradients(self)
+            training.set_gradients(self.without, self.freezes, self.transposed)
             return 0.5 + calls
 
         if not self.closure:
-            training.set_gradients(self)
+            training.set_gradients(self.without, self.freezes, self.transposed)
             training.optimizer.step()
         else:
             loss = training.optimizer.step(closure)
@@ -165,29 +141,6 @@ class Reload:
         training.optimizer = training.anew()
         training.optimizer.load_state_dict(deepcopy(state))
         _assert_loaded(state, training.optimizer.state_dict())
-
-
-@dataclass(frozen=True)
-class History:
-    groups: Sequence[Group]
-    events: Sequence[Any]
-    optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
-    defaults: Options = field(default_factory=lambda: {"lr": 0.1})
-    dtypes: Sequence[torch.dtype] = (torch.float64,)
-    """dtypes of the parameters, cycled."""
-    seed: int = 0
-    in_groups: bool = False
-    """Even and odd ranks train side by side: separate process groups, separate parameters."""
-
-    def __str__(self) -> str:
-        where = ", by even and odd ranks in process groups of their own" if self.in_groups else ""
-        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-        groups = ", ".join(map(str, self.groups))
-        return f"{self.optimizer.__name__} with {listed(self.defaults)} of groups {groups} in {dtypes}{where}"
-
-
-def listed(options: Options) -> str:
-    return " and ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _assert_loaded(saved: Options, after: Options) -> None:

@@ -1,83 +1,18 @@
 """Plays events on a sharded optimizer on each rank and on an unsharded reference beside it."""
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from correctness.engine.histories import Player, even_and_odd_ranks, play_on_ranks, report
-from correctness.sharded_optimizer.events import Group, History, Save, Step
+from correctness.sharded_optimizer.events import Save
+from correctness.sharded_optimizer.training import Checkpoint, History, Make, Training, unsharded
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
-
-Make = Callable[..., torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    parameters: list[Tensor]
-    state: dict[str, Any]
-
-
-def unsharded(params: Any, optimizer_cls: type[torch.optim.Optimizer], **defaults: Any) -> torch.optim.Optimizer:
-    return optimizer_cls(params, **defaults)
-
-
-class Training:
-    """Parameters and an optimizer. Trainings of one history draw the same parameters and gradients."""
-
-    def __init__(self, make: Make, history: History, device: str, start: Checkpoint | None = None) -> None:
-        self.make, self.history, self.device = make, history, device
-        self.draw = torch.Generator().manual_seed(history.seed)
-        self.parameters: list[nn.Parameter] = []
-        self.group_of: list[int] = []
-        """Index of each parameter's param group."""
-        self.updated: set[int] = set()
-        """Parameters that had a gradient in some step the state knows; the others may have no state yet."""
-        self.updated_when_saved: set[int] = set()
-        self.saved: dict[str, Any] = {}
-        """The last `state_dict()`."""
-        self.state: dict[str, Any] | None = None
-        """The `state_dict()` to compare after this event."""
-        groups = [self.new(group) for group in history.groups]
-        self.optimizer = make(groups, history.optimizer, **history.defaults)
-        if start is not None:
-            with torch.no_grad():
-                for p, value in zip(self.parameters, start.parameters, strict=True):
-                    p.copy_(value)
-            self.optimizer.load_state_dict(deepcopy(start.state))
-
-    def new(self, group: Group) -> dict[str, Any]:
-        """Make a param group and draw its parameters."""
-        params = []
-        for i, shape in enumerate(group.shapes):
-            dtype = self.history.dtypes[(len(self.parameters) + i) % len(self.history.dtypes)]
-            values = torch.randn(shape, generator=self.draw, dtype=torch.float64).to(self.device, dtype)
-            values = _transposed(values) if group.transposed else values
-            params.append(nn.Parameter(values, requires_grad=i not in group.frozen))
-        self.group_of += [max(self.group_of, default=-1) + 1] * len(params)
-        self.parameters += params
-        return {"params": params, **group.options}
-
-    def anew(self) -> torch.optim.Optimizer:
-        """Make a new optimizer for the same parameters, with another learning rate and no group options."""
-        bare = [{"params": list(group["params"])} for group in self.optimizer.param_groups]
-        return self.make(bare, self.history.optimizer, **self.history.defaults | {"lr": 7.0})
-
-    def set_gradients(self, step: Step) -> None:
-        for i, p in enumerate(self.parameters):
-            grad = torch.randn(p.shape, generator=self.draw, dtype=torch.float64).to(p)
-            grad = _transposed(grad) if step.transposed else grad.contiguous()
-            p.grad = grad if p.requires_grad and i not in step.without else None
-            if i in step.freezes:
-                p.requires_grad_(False)
-
-    def values(self) -> list[Tensor]:
-        return [p.detach().cpu().clone() for p in self.parameters]
 
 
 class Beside:
@@ -138,11 +73,6 @@ def checkpoint_after(implementation: Implementation | None, history: History, de
     for event in history.events:
         event.happens(beside.found)
     return beside.checkpoint()
-
-
-def _transposed(x: Tensor) -> Tensor:
-    """Same values with the first and last dimension's memory order swapped (not contiguous)."""
-    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
 
 
 def assert_value(

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.engine.histories import play
-from correctness.sharded_optimizer.events import Add, Change, Group, History, Step
-from correctness.sharded_optimizer.player import Beside, assert_value, assert_values, check, unsharded
+from correctness.sharded_optimizer.events import Add, Change, Step
+from correctness.sharded_optimizer.player import Beside, assert_value, assert_values, check
 from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
+from correctness.sharded_optimizer.training import Group, History, unsharded
 from correctness.sharded_optimizer.unusual_optimizers import OPTIMIZERS
 from correctness.support.communication import delayed
 from shardmark.api import Implementation

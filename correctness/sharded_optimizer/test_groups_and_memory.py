@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.sharded_optimizer.events import Group, History, Save, Step
+from correctness.sharded_optimizer.events import Save, Step
 from correctness.sharded_optimizer.player import assert_value, check
 from correctness.sharded_optimizer.sharding import parameters
+from correctness.sharded_optimizer.training import Group, History
 from correctness.sharded_optimizer.unusual_optimizers import Heavy
 from shardmark.api import Implementation, Unsupported
 from shardmark.meter.memory import meter

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from correctness.engine.histories import play
-from correctness.sharded_optimizer.events import Change, Group, History, Reload, Restore, Save, Step
+from correctness.sharded_optimizer.events import Change, Reload, Restore, Save, Step
 from correctness.sharded_optimizer.player import (
     Beside,
-    Training,
     assert_state,
     assert_values,
     check,
     checkpoint_after,
-    unsharded,
 )
 from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
+from correctness.sharded_optimizer.training import Group, History, Training, unsharded
 from correctness.sharded_optimizer.unusual_optimizers import Counting, Wide
 from shardmark.api import Implementation
 from shardmark.plugin import WorldsBySize

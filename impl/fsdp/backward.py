@@ -5,14 +5,13 @@ torch's autograd answers the first two by private names alone; they are used her
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
-
-if TYPE_CHECKING:
-    from impl.fsdp.sharded import FullyShardedDataParallel
 
 BACKWARD_RAISED = "backward raised, so that gradients are incomplete: call zero_grad() and begin the next step"
 NOT_SYNCHRONIZED = "optimizer.step() before finish_gradient_synchronization()"
@@ -42,7 +41,16 @@ class BackwardPasses:
         self._open.clear()
 
 
-def refuse_unsynchronized_gradients(model: FullyShardedDataParallel, optimizer: Optimizer) -> None:
+class Synchronizes(Protocol):
+    """A wrapper whose gradients are reduced once the step asks for them; `sharded.py` imports this file."""
+
+    _unsynchronized: bool
+    """Whether gradients were accumulated on this rank alone, and no backward has reduced them since."""
+
+    def _trainable(self) -> Iterator[nn.Parameter]: ...
+
+
+def refuse_unsynchronized_gradients(model: Synchronizes, optimizer: Optimizer) -> None:
     """Raise RuntimeError if an optimizer steps on the model's parameters while gradients are not synchronized."""
     if model._unsynchronized:
         own = set(model._trainable())

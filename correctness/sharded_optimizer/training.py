@@ -1,0 +1,123 @@
+"""A training with a sharded optimizer, or an unsharded one: the parameters and gradients that a history draws."""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A param group: the shapes of its parameters, its own options, and the indices of those that are frozen."""
+
+    shapes: Sequence[Shape]
+    options: Options = field(default_factory=dict)
+    frozen: tuple[int, ...] = ()
+    transposed: bool = False
+    """Parameters with two or more dimensions are not contiguous."""
+
+    def __str__(self) -> str:
+        said = [f"parameters {', '.join(map(str, self.shapes))}", listed(self.options)]
+        said += [f"frozen {list(self.frozen)}"] if self.frozen else []
+        return f"({' with '.join(filter(None, said))}{', transposed' * self.transposed})"
+
+
+@dataclass(frozen=True)
+class History:
+    groups: Sequence[Group]
+    events: Sequence[Any]
+    optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
+    defaults: Options = field(default_factory=lambda: {"lr": 0.1})
+    dtypes: Sequence[torch.dtype] = (torch.float64,)
+    """dtypes of the parameters, cycled."""
+    seed: int = 0
+    in_groups: bool = False
+    """Even and odd ranks train side by side: separate process groups, separate parameters."""
+
+    def __str__(self) -> str:
+        where = ", by even and odd ranks in process groups of their own" if self.in_groups else ""
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        groups = ", ".join(map(str, self.groups))
+        return f"{self.optimizer.__name__} with {listed(self.defaults)} of groups {groups} in {dtypes}{where}"
+
+
+def listed(options: Options) -> str:
+    return " and ".join(f"{name}={value}" for name, value in options.items())
+
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    parameters: list[Tensor]
+    state: dict[str, Any]
+
+
+def unsharded(params: Any, optimizer_cls: type[torch.optim.Optimizer], **defaults: Any) -> torch.optim.Optimizer:
+    return optimizer_cls(params, **defaults)
+
+
+class Training:
+    """Parameters and an optimizer. Trainings of one history draw the same parameters and gradients."""
+
+    def __init__(self, make: Make, history: History, device: str, start: Checkpoint | None = None) -> None:
+        self.make, self.history, self.device = make, history, device
+        self.draw = torch.Generator().manual_seed(history.seed)
+        self.parameters: list[nn.Parameter] = []
+        self.group_of: list[int] = []
+        """Index of each parameter's param group."""
+        self.updated: set[int] = set()
+        """Parameters that had a gradient in some step the state knows; the others may have no state yet."""
+        self.updated_when_saved: set[int] = set()
+        self.saved: dict[str, Any] = {}
+        """The last `state_dict()`."""
+        self.state: dict[str, Any] | None = None
+        """The `state_dict()` to compare after this event."""
+        groups = [self.new(group) for group in history.groups]
+        self.optimizer = make(groups, history.optimizer, **history.defaults)
+        if start is not None:
+            with torch.no_grad():
+                for p, value in zip(self.parameters, start.parameters, strict=True):
+                    p.copy_(value)
+            self.optimizer.load_state_dict(deepcopy(start.state))
+
+    def new(self, group: Group) -> dict[str, Any]:
+        """Make a param group and draw its parameters."""
+        params = []
+        for i, shape in enumerate(group.shapes):
+            dtype = self.history.dtypes[(len(self.parameters) + i) % len(self.history.dtypes)]
+            values = torch.randn(shape, generator=self.draw, dtype=torch.float64).to(self.device, dtype)
+            values = _transposed(values) if group.transposed else values
+            params.append(nn.Parameter(values, requires_grad=i not in group.frozen))
+        self.group_of += [max(self.group_of, default=-1) + 1] * len(params)
+        self.parameters += params
+        return {"params": params, **group.options}
+
+    def anew(self) -> torch.optim.Optimizer:
+        """Make a new optimizer for the same parameters, with another learning rate and no group options."""
+        bare = [{"params": list(group["params"])} for group in self.optimizer.param_groups]
+        return self.make(bare, self.history.optimizer, **self.history.defaults | {"lr": 7.0})
+
+    def set_gradients(self, without: tuple[int, ...], freezes: tuple[int, ...], transposed: bool) -> None:
+        """Draw a gradient for each parameter but those `without`; freeze the parameters `freezes` afterwards."""
+        for i, p in enumerate(self.parameters):
+            grad = torch.randn(p.shape, generator=self.draw, dtype=torch.float64).to(p)
+            grad = _transposed(grad) if transposed else grad.contiguous()
+            p.grad = grad if p.requires_grad and i not in without else None
+            if i in freezes:
+                p.requires_grad_(False)
+
+    def values(self) -> list[Tensor]:
+        return [p.detach().cpu().clone() for p in self.parameters]
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Same values with the first and last dimension's memory order swapped (not contiguous)."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
