@@ -25,7 +25,9 @@ def hides(other: str) -> Answer:
         fastest = fastest_of(case)
         name, hidden = implementation(fastest.entry), fastest.entry["extra_info"]["time"]["hidden"]
         theirs = _entry_of(case, other)
-        time = beside(time_beside(case, fastest.entry, theirs), other) if theirs else str(fastest)
+        if not hidden or theirs is None:
+            return at(entries, case) + str(fastest)
+        time = beside(time_beside(case, fastest.entry, theirs), other)
         return f"{at(entries, case)}{name} hides {hidden:.0%} of communication, {time}"
 
     return answer
