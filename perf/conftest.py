@@ -14,6 +14,7 @@ from perf.schema import complaints
 from shardmark.plugin.session import SESSION
 from shardmark.plugin.workers import share_the_devices
 from shardmark.rows.atomic_json import dumped
+from shardmark.rows.consistency import contradictions
 
 FOLDER = Path(__file__).parent
 
@@ -30,7 +31,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def rows_meet_their_schema(pytestconfig: pytest.Config) -> Iterator[None]:
-    """At smoke scale, which CI runs, hold each test's rows to the schema."""
+    """At smoke scale, which CI runs, hold each test's rows to the schema, and to the figures of all rows so far."""
     session = pytestconfig.stash[SESSION]
     before = len(session.rows.rows)
     yield
@@ -38,6 +39,8 @@ def rows_meet_their_schema(pytestconfig: pytest.Config) -> Iterator[None]:
         rows = [json.loads(dumped(entry["extra_info"])) for entry in session.rows.rows[before:]]
         if lines := [line for row in rows for line in complaints(row)]:
             pytest.fail(f"not as shardmark/rows/row.schema.json says: {'; '.join(lines)}", pytrace=False)
+        if lines := list(contradictions(session.rows.rows)):
+            pytest.fail(f"figures contradict each other: {'; '.join(lines)}", pytrace=False)
 
 
 @pytest.hookimpl(optionalhook=True)

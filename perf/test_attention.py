@@ -64,7 +64,7 @@ HEADS = Grid(
 pytestmark = pytest.mark.family("attention")
 
 
-BY_LENGTH = Lines("Time by length", "case.seq", "stats.mean", "s", "sequence length", "time", limit="limit.seconds")
+BY_LENGTH = Lines("Time by length", "case.seq", "stats.median", "s", "sequence length", "time", limit="limit.seconds")
 MEMORY_BY_LENGTH = Lines(
     "Memory by length", "case.seq", "memory.tensors", "B", "sequence length", "tensors at the peak"
 )

@@ -98,7 +98,7 @@ def on_ranks(
     plots=[
         Points(
             "The rungs on ranks, ours and as published",
-            ours={"step time": "stats.mean", "peak memory": "memory.peak"},
+            ours={"step time": "stats.median", "peak memory": "memory.peak"},
             units={"step time": "s", "peak memory": "B"},
             published=published("simple_pytorch", "MLP ladder, vocab", "data_parallel"),
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ from shardmark.rows.columns import Column
 from shardmark.rows.fill import step_seconds
 from shardmark.rows.row import Row
 from shardmark.text import ms
-from shardmark.verdict.betting import paired_ratios
+from shardmark.verdict.betting import interval, paired_ratios
 
 KINDS = ("strong", "weak")
 
@@ -147,12 +146,17 @@ def _scale(
     backends, sent = zip(*world.run(sent_in_a_step, plans[ranks]), strict=True)
     (alone,) = laps[1]
     measured = [Measured(backends[0], Memory(), {IMPLEMENTATION: mine, PEER: alone}) for mine in laps[ranks]]
-    ratio = median(paired_ratios(step_seconds(measured), step_seconds(measured, PEER)))
+    ratio = interval(paired_ratios(step_seconds(measured), step_seconds(measured, PEER))).center
     figures = {
-        "one_rank_seconds": fmean(lap.seconds for lap in alone),
         "efficiency": case.efficiency(ranks, ratio),
         "efficiency_ceiling": min(1.0, available_cores() / ranks) if world.device == "cpu" else 1.0,
         **({"bytes_sent": max(sent)} if world.device == "cpu" else {}),
     }
     identity = Identity(implementation.family, implementation.name, case, world.device, ranks)
-    measure.record(identity, measured, time=Race("one rank"), work=work, rates=lambda seconds: figures)
+    measure.record(
+        identity,
+        measured,
+        time=Race("one rank"),
+        work=work,
+        rates=lambda seconds: {"one_rank_seconds": seconds / ratio, **figures},
+    )

@@ -36,7 +36,7 @@ MACHINE = (
 )
 """Fields of `machine_info` that a record keeps, beside the name of the processor."""
 ENTRY = ("group", "name", "fullname", "stats", "extra_info", "cells")
-STATS = ("mean", "stddev", "median", "min", "max", "rounds", "ops")
+STATS = ("median", "q1", "q3", "mean", "stddev", "min", "max", "rounds", "ops")
 
 KERNELS = "(triton or kernels) and not compiles"
 """pytest's `-k` for tests of Triton kernels, without those that compile for other chips."""

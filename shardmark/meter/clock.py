@@ -46,6 +46,11 @@ class Laps:
     host: float | None = None
     """On CUDA, the host's seconds to launch the step, including waits for the device inside it."""
 
+    def at_pace(self, pace: float) -> Laps:
+        """The same step on a machine that is `pace` times as fast."""
+        parts = {name: seconds / pace for name, seconds in self.parts.items()}
+        return Laps(self.seconds / pace, parts, None if self.host is None else self.host / pace)
+
 
 MOST_AHEAD = 0.02
 """Most seconds of a spin: a longer step hides its launches itself, or waits for the device on the way."""

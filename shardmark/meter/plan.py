@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -123,6 +123,12 @@ class Measured:
     """Counts of one more step, after all rounds."""
     observed: dict[type[RankObserver], Any] = field(default_factory=dict)
     """Results of the observers' own passes on this rank."""
+
+    def at_pace(self, pace: float) -> Measured:
+        """A copy with the times of a machine that is `pace` times as fast (`shardmark.rows.case_times`)."""
+        laps = {name: [lap.at_pace(pace) for lap in each] for name, each in self.laps.items()}
+        first_step = None if self.first_step is None else self.first_step / pace
+        return replace(self, laps=laps, first_step=first_step, host=None if self.host is None else self.host / pace)
 
     @classmethod
     def once(cls, backend: str, memory: Memory, laps: list[Laps]) -> Measured:

@@ -17,7 +17,7 @@ from shardmark.api.workload import Workload
 from shardmark.meter.measure_case import NEAR, blocks_at_peak, measure
 from shardmark.meter.memory import Memory
 from shardmark.meter.over_budget import Held
-from shardmark.meter.plan import Plan, Rounds
+from shardmark.meter.plan import Identity, Plan, Rounds
 from shardmark.plugin.admission import Admission, copies
 from shardmark.plugin.recorder import Rates
 from shardmark.predict.entry import predicted_time_entry
@@ -84,10 +84,13 @@ class Measure(Admission):
         least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None and race.goal is not None else 1
         if race is not None and session.against is not None:
             least = fewest_rounds(self._confidence(race))
+        peer, step = self._peer(implementation, race), f"{workload.__module__}.{workload.__qualname__}"
+        identity = Identity(implementation.family, implementation.name, case, session.device, world_size)
+        asked = peer and session.times.ratios(self._case_key(identity, step), implementation.name, peer.name)
         plan = Plan(
             workload,
             implementation,
-            self._peer(implementation, race),
+            None if asked else peer,
             case,
             session.device,
             world_size,
@@ -133,6 +136,7 @@ class Measure(Admission):
             observe=observe,
             at_peak=at_peak,
             beside_ref=beside_ref,
+            step=step,
         )
 
     @property
@@ -176,8 +180,7 @@ class Measure(Admission):
             row["time"] = predicted_time_entry(step, plan.peer, theirs, WITHIN if here is None else None)
             if plan.trace is not None:
                 row["trace"] = [write_trace(step, plan.trace.with_name(f"{plan.trace.name}.json")).name]
-            stats = {"mean": step.seconds, "stddev": 0.0, "rounds": 1}
-            self._replay([step.seconds])
+            stats = self._replay([step.seconds])
         for observer in observe:
             observer.fill(row, ranks)
         absolute = [replace(own, seconds=None) for own in session.budgets_for(self._item.nodeid)]

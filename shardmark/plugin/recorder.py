@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from statistics import fmean, stdev
+from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -15,8 +15,10 @@ from shardmark.api.registry import Race
 from shardmark.api.work import Work
 from shardmark.meter.disturbances import WAITED, in_words
 from shardmark.meter.over_budget import Held, excess_lines
-from shardmark.meter.plan import Identity, Measured
+from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
 from shardmark.report.outcomes import LEFT_OPEN
+from shardmark.rows.atomic_json import dumped
+from shardmark.rows.case_times import CaseKey
 from shardmark.rows.fill import (
     counters_entry,
     limit_entry,
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from shardmark.plugin.session import Session
 
 Rates = Callable[[float], dict[str, float]]
+
+STATS = ("median", "q1", "q3", "mean", "stddev", "rounds")
+"""Statistics of pytest-benchmark that a row's entry has while the run goes on; the file has all."""
 
 MARGIN = 1.1
 """A step that seems to compute this many times faster than the machine can has left work out."""
@@ -65,37 +70,46 @@ class Recorder:
         observe: Sequence[Observer] = (),
         at_peak: Callable[[], list[Held]] = lambda: [],
         beside_ref: Callable[[Row], list[tuple[str, str]]] = lambda row: [],
+        step: str | None = None,
     ) -> Row:
         """Judge and save what each rank measured, and return the row.
 
-        `time` is the race that the ranks' laps hold; `at_peak` finds what was live at the peak, and is called once the
-        row of a failed memory budget is saved; `beside_ref` judges the row beside that of `--against-ref`.
+        `time` is the race that the ranks' laps hold, or that an earlier row timed; `at_peak` finds what was live at the
+        peak, and is called once the row of a failed memory budget is saved; `beside_ref` judges the row beside that of
+        `--against-ref`. Rows of one `step`, the workload's name, have their times in common whatever their question
+        (`shardmark.rows.case_times`).
         """
         __tracebackhide__ = True
         session = self._session
         row = new_row(replace(identity, backend=ranks[0].backend), session.scale, session.link_rate)
+        key, peer = self._case_key(identity, step), None if time is None else time.peer
+        as_measured, peer_seconds = (
+            step_seconds(ranks, name) if name in ranks[0].laps else [] for name in (IMPLEMENTATION, PEER)
+        )
+        pace = session.times.pace(key, identity.implementation, as_measured, peer, peer_seconds)
+        ranks = [rank.at_pace(pace) for rank in ranks]
         seconds = step_seconds(ranks)
-        self._replay(seconds)
+        stats = self._replay(seconds)
         if memory is not None or ranks[0].memory.phases:  # metered, though it has no budget
             row["memory"] = memory_entry(ranks, memory)
         if work is not None:
-            row["work"] = cast(WorkPart, asdict(work) | rates(fmean(seconds)))
-            row["limit"] = self._limit(identity, work, fmean(seconds))
+            row["work"] = cast(WorkPart, asdict(work) | rates(median(seconds)))
+            row["limit"] = self._limit(identity, work, median(seconds), pace)
         row["counters"] = counters_entry(ranks)
         confidence = self._confidence(time)
-        row["time"], ratio = time_entry(ranks, time, confidence)
+        ratios = None if peer is None else session.times.ratios(key, identity.implementation, peer)
+        row["time"], ratio = time_entry(ranks, time, confidence, ratios)
+        row["time"]["pace"] = pace
         for observer in observe:
             observer.fill(row, ranks)
         absolute = session.budgets_for(self._item.nodeid)
         tensors, peaks = row["memory"].get("tensors_by_rank", []), row["memory"].get("peak_by_rank", [])
         waited = row["time"]["machine"].get(WAITED, 0.0) if identity.world_size > 1 else 0.0
-        verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, confidence, waited))
+        verdicts = list(budget.verdicts(tensors, peaks, as_measured, ratio, time, memory, absolute, confidence, waited))
         if "not_done" in row["limit"]:
             verdicts.append((FAIL, row["limit"]["not_done"]))
         if session.against is not None:
             verdicts += session.against.judge(self._benchmark.fullname, row, ratio)
-        spread = stdev(seconds) if len(seconds) > 1 else 0.0
-        stats = {"mean": fmean(seconds), "stddev": spread, "rounds": len(seconds)}
         try:
             verdicts += beside_ref(row)
         except BaseException:  # of this version, or the user's Ctrl-C: what was measured stays
@@ -139,23 +153,30 @@ class Recorder:
             machine = in_words(row["time"]["machine"])
             self._item.stash[LEFT_OPEN] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)
 
-    def _limit(self, identity: Identity, work: Work, seconds: float) -> Limit:
-        """The row's "limit" for a step of that many seconds."""
+    def _case_key(self, identity: Identity, step: str | None) -> CaseKey:
+        """Where the times of the case are kept; `step` names the workload, by default it is the test's question."""
+        case = dumped(new_row(identity, self._session.scale, None)["case"])
+        return CaseKey(step or self._benchmark.group, identity.family, case, identity.world_size)
+
+    def _limit(self, identity: Identity, work: Work, seconds: float, pace: float) -> Limit:
+        """The row's "limit" for a step of that many seconds, which took `pace` times as long when it was measured."""
         devices = identity.world_size if identity.device == "cuda" else 1
         dtype = identity.case.dtype
         limit = limit_entry(work, self._session.roofline(dtype), devices, seconds)
-        needed = work.flops / (devices * seconds) if seconds else 0.0  # FLOP/s of each device
+        needed = work.flops / (devices * seconds * pace) if seconds else 0.0  # FLOP/s of each device
         beyond = needed > MARGIN * limit["peak_flops_per_second"]
         most = self._session.most_flops_per_second(dtype) if beyond else math.inf
         if needed > MARGIN * most:
             limit["not_done"] = f"{needed / most:.0%} of what this machine can compute: the work was not done"
         return limit
 
-    def _replay(self, seconds: list[float]) -> None:
-        """Hand the measured times to pytest-benchmark, round by round, through the clock it reads."""
+    def _replay(self, seconds: list[float]) -> dict[str, float]:
+        """Hand the times to pytest-benchmark, round by round, through the clock it reads; return its statistics."""
         clock, remaining = self._session.clock, iter(seconds)
         # Past the last round there is only what pytest-benchmark's own profiler asks for, and that takes no time.
         self._benchmark.pedantic(lambda: clock.advance(next(remaining, 0.0)), setup=clock.reset, rounds=len(seconds))
+        found = {} if self._benchmark.disabled else self._benchmark.stats.stats
+        return {name: getattr(found, name) for name in STATS if found}
 
     def _save(self, row: Row, stats: dict[str, float] | None) -> None:
         entry = {

@@ -32,6 +32,7 @@ from shardmark.report.questions import Questions
 from shardmark.rows.against import Against
 from shardmark.rows.against_ref import AgainstRef
 from shardmark.rows.atomic_json import Entry
+from shardmark.rows.case_times import CaseTimes
 from shardmark.rows.writer import RowFile
 from shardmark.text import printable
 from shardmark.verdict.budget import AbsoluteBudget, confidence, read_budgets
@@ -83,6 +84,7 @@ class Session:
         self.shown = False
         """Whether the tables have been printed."""
         self.clock = DeviceClock()
+        self.times = CaseTimes()
         self.link = _link(option("link"), self.device)
         self.worlds: Worlds | torchrun.TorchrunWorlds | SimulatedWorlds = Worlds(self.device, self.link)
         if self.simulated:

@@ -50,7 +50,6 @@ def share_the_devices(config: pytest.Config, devices: int) -> None:
     compares = option.against is not None or option.against_ref is not None
     if devices > 1 and may_have_workers(config) and not (option.benchmark_disable or option.benchmark_skip or compares):
         option.numprocesses, option.dist = devices, "load"
-        option.maxschedchunk = 1  # cases take from a second to minutes
         config.pluginmanager.register(Controller(config), "shardmark controller")
 
 
@@ -75,11 +74,26 @@ class Controller:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        self._cases: dict[str, str] = {}
+        """Each test's function and case, by the test's id."""
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Tell the worker that it measures."""
         node.workerinput[SHARED] = True
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Give all implementations of a case to one worker, as their times are stated at the speed of one device."""
+        from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # only where it is installed
+
+        cases = self._cases
+
+        class ByCase(LoadScopeScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                return cases[nodeid]
+
+        return ByCase(config, log)
 
     def pytest_sessionstart(self) -> None:
         """Turn pytest-benchmark on."""
@@ -89,6 +103,7 @@ class Controller:
     def pytest_collection(self, session: pytest.Session) -> None:
         """Collect, which pytest-xdist leaves to the workers: for the questions, and for the tests on worlds."""
         session.perform_collect()
+        self._cases = {item.nodeid: _case_of(item) for item in session.items}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
@@ -155,6 +170,13 @@ class Worker:
             report.user_properties.append((ROWS, pickle.dumps(rows)))
             self._sent = len(entries), len(benchmarks)
         return report
+
+
+def _case_of(item: pytest.Item) -> str:
+    """The test's function, and its parameters beside the implementation."""
+    parameters = dict(item.callspec.params) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    parameters.pop("implementation", None)
+    return f"{item.nodeid.partition('[')[0]} {parameters}"
 
 
 def _pickles(observer: Observer) -> bool:

@@ -15,7 +15,7 @@ def predicted_time_entry(
     between the multiples `within` of the prediction; None where these are not known."""
     entry: Time = {
         "parts": without_communication(step.parts),
-        "mean_by_rank": [step.seconds],
+        "median_by_rank": [step.seconds],
         "host": step.host,
         **NO_RACE,
         "machine": {},
@@ -27,5 +27,5 @@ def predicted_time_entry(
     }
     if peer is not None and peer_step is not None:
         ratio = step.seconds / peer_step.seconds
-        entry |= {"peer": peer.name, "peer_mean": peer_step.seconds, "ratio": ratio}
+        entry |= {"peer": peer.name, "peer_median": peer_step.seconds, "ratio": ratio}
     return entry

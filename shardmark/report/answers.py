@@ -116,7 +116,7 @@ def predicted(entries: Sequence[Entry]) -> str | None:
         return None
     least, most = min(case, key=_tensors), max(case, key=_tensors)
     if all(entry["stats"] for entry in case) and has_several(case):
-        first = min(case, key=lambda entry: entry["stats"]["mean"])
+        first = min(case, key=lambda entry: entry["stats"]["median"])
         time = f"{implementation(first)} fastest, {milliseconds(first['stats']['mean'])}"
         memory = f"{implementation(least)} smallest, {size(_tensors(least))}"
         return f"{at(entries, case)}{time}; {memory}, predicted"

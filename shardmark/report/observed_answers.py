@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from shardmark.api import MB
 from shardmark.meter.kernels import MATRIX_PRODUCT
 from shardmark.report.answers import Answer, at, fastest_and_smallest, largest_case
-from shardmark.report.ranking import beside, fastest_of, implementation, mean_seconds, time_beside, times
+from shardmark.report.ranking import beside, fastest_of, implementation, median_seconds, time_beside, times
 from shardmark.rows.columns import Entry, Row
 from shardmark.text import mib
 from shardmark.verdict.betting import UNDECIDED
@@ -62,7 +62,7 @@ def best_bucket(entries: Sequence[Entry]) -> str | None:
 
 
 def _best_size(of: dict[int, Entry]) -> str:
-    seconds = {size: mean_seconds(entry) for size, entry in of.items()}
+    seconds = {size: median_seconds(entry) for size, entry in of.items()}
     best = min(seconds, key=lambda size: seconds[size].mid)
     tied = sorted(size for size, span in seconds.items() if span.low <= seconds[best].high)
     return UNDECIDED if len(tied) == len(seconds) > 1 else f"{' or '.join(map(str, tied))} MB"

@@ -1,8 +1,8 @@
 """Plots of a question: declared beside its test, saved with the run, drawn on the page (`--report out.html`).
 
-    @pytest.mark.question("What does a nap cost?", plots=[Lines("Time by length", x="case.length", y="stats.mean")])
+    @pytest.mark.question("What does a nap cost?", plots=[Lines("Time by length", x="case.length", y="stats.median")])
 
-A plot names where its figures are: "stats.mean" in an entry of pytest-benchmark, "case.seq" in its row. It draws the
+A plot names where its figures are: "stats.median" in an entry of pytest-benchmark, "case.seq" in its row. It draws the
 rows that have them. Time and peak, the step's parts, and memory by kind and by stage are drawn without declaration.
 """
 

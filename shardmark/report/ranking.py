@@ -18,7 +18,11 @@ Who = tuple[str, str]
 """(family, implementation): two families may use the same name."""
 
 ERRORS = 3.0
-"""Half-width of a mean's span in standard errors, for ratios without an interval: a machine drifts from row to row."""
+"""Half-width of a median's span in standard errors, for ratios without an interval: machines drift."""
+
+MEDIAN_ERROR = 0.93
+"""Standard error of a median, in quartile ranges over the root of the rounds: 1.253 deviations of 0.741 ranges each,
+for normal noise."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Fastest:
         if self.rivals and self.slower:
             name += f" or {self.rivals[0] if len(self.rivals) == 1 else f'{len(self.rivals)} others'}"
         if self.peer is None or self.peer == who(self.entry):
-            figure = milliseconds(self.entry["stats"]["mean"]) + (f" ({UNDECIDED})" if is_open else "")
+            figure = milliseconds(self.entry["stats"]["median"]) + (f" ({UNDECIDED})" if is_open else "")
         else:
             figure = beside(replace(self.time, high=math.inf) if is_open else self.time, self.peer[1])
         return f"{name} {figure}"
@@ -127,22 +131,23 @@ def time_beside(case: Sequence[Entry], mine: Entry, theirs: Entry) -> Span:
     return relative_times(case, who(theirs))[who(mine)]
 
 
-def mean_seconds(entry: Entry) -> Span:
-    """A step's mean time in seconds, within its standard errors."""
+def median_seconds(entry: Entry) -> Span:
+    """A step's median time in seconds, within its standard errors."""
     stats = entry["stats"]
-    error = ERRORS * stats["stddev"] / math.sqrt(stats["rounds"]) if stats["rounds"] > 1 else math.inf
-    return Span(max(stats["mean"] - error, 0.0), stats["mean"], stats["mean"] + error)
+    spread = MEDIAN_ERROR * (stats["q3"] - stats["q1"])
+    error = ERRORS * spread / math.sqrt(stats["rounds"]) if stats["rounds"] > 1 else math.inf
+    return Span(max(stats["median"] - error, 0.0), stats["median"], stats["median"] + error)
 
 
 def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
     """Each implementation's time as a ratio to the peer's; without a peer, in seconds.
 
     Ratios measured in pairs are multiplied along the chain of races to the peer (A to B, B to the peer), and so are the
-    ends of their intervals. Without such a chain it is the ratio of the mean times.
+    ends of their intervals. Without such a chain it is the ratio of the times.
     """
     first = _first(case)
     if peer is None:
-        return {each: mean_seconds(entry) for each, entry in first.items()}
+        return {each: median_seconds(entry) for each, entry in first.items()}
     found, reached = {peer: ONE}, [peer]
     races = _races(case)
     for here in reached:  # which grows
@@ -152,8 +157,8 @@ def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
                 found[there] = found[here] * step
                 reached.append(there)
     if peer in first:
-        unit = mean_seconds(first[peer]).inverse
-        found = {each: mean_seconds(entry) * unit for each, entry in first.items()} | found
+        unit = median_seconds(first[peer]).inverse
+        found = {each: median_seconds(entry) * unit for each, entry in first.items()} | found
     return {each: found[each] for each in first if each in found}
 
 
@@ -181,8 +186,8 @@ def ratio_to_peer(entry: Entry, peer: Entry | None) -> Span:
         return Span(low, ratio, high)
     if peer is None:
         return Span(0.0, ratio, math.inf)
-    means = mean_seconds(entry) * mean_seconds(peer).inverse
-    return Span(min(means.low, ratio), ratio, max(means.high, ratio))
+    medians = median_seconds(entry) * median_seconds(peer).inverse
+    return Span(min(medians.low, ratio), ratio, max(medians.high, ratio))
 
 
 def _first(case: Sequence[Entry]) -> dict[Who, Entry]:

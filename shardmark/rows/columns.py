@@ -43,12 +43,12 @@ class Column:
 def _step(entry: Entry, row: Row) -> str | None:
     stats = entry["stats"]
     if "predicted" in row["time"]:
-        return _mean_step(entry, row)
-    return None if stats is None else f"{ms(stats['mean'])} ± {ms(stats['stddev'])}"
+        return _median_step(entry, row)
+    return None if stats is None else f"{ms(stats['median'])} [{ms(stats['q1'])}, {ms(stats['q3'])}]"
 
 
-def _mean_step(entry: Entry, row: Row) -> str | None:
-    return None if entry["stats"] is None else ms(entry["stats"]["mean"])
+def _median_step(entry: Entry, row: Row) -> str | None:
+    return None if entry["stats"] is None else ms(entry["stats"]["median"])
 
 
 def _part(part: str) -> Cell:
@@ -86,7 +86,7 @@ def _goal(entry: Entry, row: Row) -> str | None:
 
 
 def _fastest_and_slowest(entry: Entry, row: Row) -> str | None:
-    ranks = row["time"].get("mean_by_rank", [])
+    ranks = row["time"].get("median_by_rank", [])
     return f"{ms(min(ranks))} / {ms(max(ranks))}" if len(ranks) > 1 else None
 
 
@@ -140,7 +140,7 @@ _ALL = [
     Column("case", lambda entry, row: row["case"]["id"], left=True),
     Column("implementation", lambda entry, row: row["implementation"], left=True),
     Column("ranks", lambda entry, row: str(row["world_size"]), trivial="1"),
-    Column("time ms", _step, _mean_step),
+    Column("time ms", _step, _median_step),
     Column("host ms", lambda entry, row: ms(host) if (host := row["time"].get("host")) else None),
     Column("forward", _part("forward")),
     Column("backward", _part("backward")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, cast
 
 from shardmark.api.registry import Race
@@ -81,16 +81,19 @@ def budget_entry(budget: MemoryBudget | None) -> MemoryPart:
 
 
 def time_entry(
-    ranks: Sequence[Measured], race: Race | None, confidence: float = SHOWN_CONFIDENCE
+    ranks: Sequence[Measured],
+    race: Race | None,
+    confidence: float = SHOWN_CONFIDENCE,
+    ratios: Sequence[float] | None = None,
 ) -> tuple[Time, Interval | None]:
     """The row's "time", and the ratio's interval with `confidence`, which decides a budget.
 
     The row has times by part and by rank, and if there is a peer, the ratio to it with the 95% interval that decides a
-    goal, and the one that decides a budget.
+    goal, and the one that decides a budget. `ratios` are those of an earlier row that timed the same pair.
     """
     entry: Time = {
-        "parts": without_communication(mean_parts(ranks, IMPLEMENTATION)),
-        "mean_by_rank": [fmean(laps.seconds for laps in rank.laps[IMPLEMENTATION]) for rank in ranks],
+        "parts": without_communication(part_seconds(ranks)),
+        "median_by_rank": [median(laps.seconds for laps in rank.laps[IMPLEMENTATION]) for rank in ranks],
         "host": max((rank.host for rank in ranks if rank.host is not None), default=None),
         **NO_RACE,
         "machine": disturbances(
@@ -99,14 +102,14 @@ def time_entry(
             max((rank.waited for rank in ranks), default=0.0),
         ),
     }
-    if race is None or PEER not in ranks[0].laps:  # no peer, or no room or device for it
+    if race is not None and ratios is None and PEER in ranks[0].laps:
+        ratios = paired_ratios(step_seconds(ranks), step_seconds(ranks, PEER))
+    if race is None or ratios is None:  # no peer, or no room or device for it
         return entry, None
-    peer_seconds = step_seconds(ranks, PEER)
-    ratios = paired_ratios(step_seconds(ranks), peer_seconds)
     shown, judged = interval(ratios), interval(ratios, confidence)
     entry |= {
         "peer": race.peer,
-        "peer_mean": fmean(peer_seconds),
+        "peer_median": median(step_seconds(ranks)) / shown.center,
         "ratio": shown.center,
         "interval": shown.ends,
         "budget": race.budget,
@@ -151,7 +154,7 @@ def without_communication(parts: dict[str, float]) -> dict[str, float]:
     return rest | {"backward": parts["backward"] + parts["communication"]}
 
 
-def mean_parts(ranks: Sequence[Measured], name: str) -> dict[str, float]:
-    """Mean seconds of each part of the steps called `name`, over rounds and ranks."""
-    laps = [lap for rank in ranks for lap in rank.laps[name]]
-    return {part: fmean(lap.parts[part] for lap in laps) for part in laps[0].parts}
+def part_seconds(ranks: Sequence[Measured], name: str = IMPLEMENTATION) -> dict[str, float]:
+    """Seconds of each part of the steps called `name`: its mean share over rounds and ranks, times the median step."""
+    laps, step = [lap for rank in ranks for lap in rank.laps[name]], median(step_seconds(ranks, name))
+    return {part: step * fmean(lap.parts[part] / (lap.seconds or 1.0) for lap in laps) for part in laps[0].parts}

@@ -96,5 +96,5 @@ def _lacking(entry: Entry) -> Iterator[str]:
         yield "case.id"
     if not isinstance(row.get("world_size"), int):
         yield "world_size"
-    if stats is not None and not (isinstance(stats, dict) and {"mean", "stddev"} <= stats.keys()):
-        yield "stats.mean"
+    if stats is not None and not (isinstance(stats, dict) and {"median", "q1", "q3"} <= stats.keys()):
+        yield "stats.median"

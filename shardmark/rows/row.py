@@ -5,12 +5,11 @@ An observer outside this package declares the fields that it fills (`Observer.fi
 """
 
 # Without `from __future__ import annotations`, which would hide NotRequired from typing.
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, TypedDict
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the schema: one more whenever a program that reads rows has to change."""
 
 
@@ -138,14 +137,15 @@ class Spread(TypedDict):
 
 
 class Time(TypedDict, total=False):
-    parts: Annotated[dict[str, Difference], "Mean of each part of a step, over rounds and ranks."]
-    mean_by_rank: Annotated[list[Seconds], "Mean step of each rank."]
+    # As in "stats", of all rows of a case at one speed of the machine (`shardmark.rows.case_times`).
+    parts: Annotated[dict[str, Difference], "Each part's mean share of the step, times the median step."]
+    median_by_rank: Annotated[list[Seconds], "Median step of each rank."]
+    pace: Annotated[float, Unit("1"), "Measured times over those of the row: the machine's speed varies."]
     host: Annotated[Seconds | None, "GPU: what the host takes to launch a step."]
     machine: Annotated[dict[str, Share], "Disturbances while the case was timed, as shares of the step's time."]
-    # Race against a peer, in pairs of rounds.
     peer: Annotated[str | None, "Implementation that the case is timed against."]
-    peer_mean: Annotated[Seconds, "Mean step of the peer."]
-    ratio: Annotated[Ratio | None, "Step time over the peer's."]
+    peer_median: Annotated[Seconds, "Median step of the peer, at the same speed."]
+    ratio: Annotated[Ratio | None, "Step time over the peer's, by pairs of rounds."]
     interval: Annotated[Interval | None, "95% interval of the ratio; null after too few rounds."]
     judged_interval: Annotated[Interval | None, "Interval of the ratio that verdicts are taken from."]
     judged_confidence: Annotated[float, Unit("1"), "Confidence of that interval."]
@@ -272,7 +272,7 @@ class Row(TypedDict):
 
 
 MAIN_FIGURES = (
-    "stats.mean",
+    "stats.median",
     "family",
     "implementation",
     "case.id",
@@ -293,7 +293,7 @@ def main_figures(entry: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def figure(entry: Mapping[str, Any], where: str) -> Any:
-    """The value at a place in the entry's stats ("stats.mean") or in its row ("time.ratio"); None if there is none."""
+    """The value at a place in the entry's stats ("stats.median") or its row ("time.ratio"); None if there is none."""
     found: Any = entry if where.startswith("stats.") else entry["extra_info"]
     for name in where.split("."):
         found = found.get(name) if isinstance(found, dict) else None

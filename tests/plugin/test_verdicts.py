@@ -43,8 +43,8 @@ def test_goals_are_reported_and_fail_nothing(project: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(
         [
             "case * ratio to peer * goal * verdict",
-            "0.005s * plain * slow *0.5 reached, mfu 50% missed, fraction 0% reached *pass",
             "0.005s * with_giant * slow *0.1 missed, mfu *",
+            "0.005s * plain * slow *0.5 reached, mfu 50% missed, fraction 0% reached *pass",
             "0.005s * torn * slow *0.5 undecided, mfu *",
             "goals: 4 reached, 4 missed, 1 undecided",
         ]
@@ -109,8 +109,8 @@ def test_a_teams_own_budgets_are_held_to(project: pytest.Pytester) -> None:
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
         [
-            '0.00* s, * interval *, against the 0.0005 s of "[*][[]plain[*]"',
             '*peak of 4,000 bytes, over the 3,999 of "[*][[]greedy[*]"',
+            '0.00* s, * interval *, against the 0.0005 s of "[*][[]plain[*]"',
             '--budgets: no measured test matches "[*]nonesuch[*]"',
         ]
     )

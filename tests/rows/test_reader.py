@@ -19,7 +19,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         "case": {"id": "1s"},
         "world_size": 1,
     }
-    stats = {"mean": 1.0, "stddev": 0.1}
+    stats = {"median": 1.0, "q1": 0.9, "q3": 1.1}
     return {"name": "test_nap", "fullname": "test_naps.py::test_nap", "stats": stats, "extra_info": row | changes}
 
 

@@ -25,15 +25,15 @@ def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
 
     A row without times has no time bar.
     """
-    shown = [each for each in entries if number(each, "stats.mean") is not None or figure(each, "memory.tensors")]
+    shown = [each for each in entries if number(each, "stats.median") is not None or figure(each, "memory.tensors")]
     if len(shown) < 2:
         return None
     notes: list[str] = []
-    columns = ["row", "step time ms", "± ms", "tensors MiB", "workspace MiB", "formula MiB"]
+    columns = ["row", "step time ms", "q1 ms", "q3 ms", "tensors MiB", "workspace MiB", "formula MiB"]
     rows: list[list[Cell]] = []
     for label, entry in zip(labels(shown), first(shown, notes), strict=False):
         memory = entry["extra_info"]["memory"]
-        times = (in_unit(number(entry, f"stats.{name}"), "s") for name in ("mean", "stddev"))
+        times = (in_unit(number(entry, f"stats.{name}"), "s") for name in ("median", "q1", "q3"))
         nbytes = (in_unit(finite(memory.get(name)), "B") for name in ("tensors", "workspace", "formula"))
         rows.append([label, *times, *nbytes])
     names = [str(row[0]) for row in rows]
@@ -42,8 +42,8 @@ def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
     panels = []
     if any(row[1] is not None for row in rows):
         panels.append(_time(rows, shorts, room(names)))
-        notes.append("Time: the mean of the rounds, ± their standard deviation.")
-    if any(row[3] is not None for row in rows):
+        notes.append("Time: the median of the rounds, with the quartiles; the times of a case are those of its pairs.")
+    if any(row[4] is not None for row in rows):
         panels.append(_peak(rows, shorts, None if panels else room(names)))
     beside = room(numbers)  # of the bars, which may end where their panel does
     padding = {"left": 5, "top": 5, "bottom": 5, "right": beside}
@@ -80,14 +80,13 @@ def _parts(entry: Entry) -> Entry:
 
 def _time(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: float) -> Chart:
     data = [
-        {"name": shorts[str(name)], "mean": mean, "low": max(0.0, mean - spread), "high": mean + spread}
-        | {"number": shorts[shown_as(mean)]}
-        for name, mean, spread, *_ in rows
-        if isinstance(mean, float) and isinstance(spread, float)
+        {"name": shorts[str(name)], "median": median, "low": low, "high": high, "number": shorts[shown_as(median)]}
+        for name, median, low, high, *_ in rows
+        if median is not None
     ]
     base = chart(data).encode(names_axis("name", [shorts[str(row[0])] for row in rows], width, domain=False))
     bars = base.mark_bar(height=_BAR, color=SERIES[0]).encode(
-        alt.X("mean:Q", axis=alt.Axis(title=titled("step time", "s"), tickCount=4))
+        alt.X("median:Q", axis=alt.Axis(title=titled("step time", "s"), tickCount=4))
     )
     spreads = base.mark_rule().encode(alt.X("low:Q"), alt.X2("high"))
     return alt.layer(bars, spreads, _number(base, "high")).properties(width=_WIDTH, height=_HEIGHT)
@@ -96,7 +95,7 @@ def _time(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: floa
 def _peak(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: float | None) -> Chart:
     data = [
         {"name": shorts[str(name)], "part": part, "MiB": amount}
-        for name, _, _, tensors, workspace, _ in rows
+        for name, _, _, _, tensors, workspace, _ in rows
         for part, amount in ((_TENSORS, tensors), (_WORKSPACE, workspace))
     ]
     sums = [
@@ -107,7 +106,7 @@ def _peak(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: floa
             "end": max(peak, formula or 0.0),
         }
         for row in rows
-        for formula, peak in [(row[5], _sum(row))]
+        for formula, peak in [(row[6], _sum(row))]
         if peak is not None and not isinstance(formula, str)
     ]
     y = names_axis("name", [shorts[str(row[0])] for row in rows], width, domain=False)
@@ -126,7 +125,7 @@ def _number(base: alt.Chart, end: str) -> alt.Chart:
 
 def _sum(row: Sequence[Cell]) -> float | None:
     """The peak in MiB: tensors plus workspace."""
-    tensors, workspace = row[3:5]
+    tensors, workspace = row[4:6]
     return tensors + (workspace if isinstance(workspace, float) else 0.0) if isinstance(tensors, float) else None
 
 

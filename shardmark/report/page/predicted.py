@@ -32,7 +32,7 @@ def streams(entries: Sequence[Entry]) -> Iterator[Drawn]:
         rows: list[list[Cell]] = [
             [name, in_unit(begin, "s"), in_unit(end, "s")] for name, lane in busy.items() for begin, end in lane
         ]
-        notes = [f"{_ms(figure(entry, 'stats.mean'))}. Short gaps are not drawn."]
+        notes = [f"{_ms(figure(entry, 'stats.median'))}. Short gaps are not drawn."]
         if interval := predicted_interval(entry):
             between = " and ".join(map(_ms, interval))
             notes.insert(
@@ -113,7 +113,7 @@ def _free(entry: Entry) -> int:
 
 
 def _place(entry: Entry) -> tuple[bool, bool, float]:
-    seconds = figure(entry, "stats.mean") if entry["stats"] else None
+    seconds = figure(entry, "stats.median") if entry["stats"] else None
     return _free(entry) < 0, seconds is None, seconds or 0.0
 
 
@@ -122,7 +122,7 @@ def _cells(entry: Entry) -> list[str]:
     return [
         "=".join(who(entry)),
         str(row["world_size"]),
-        ms(entry["stats"]["mean"]) if entry["stats"] else "",
+        ms(entry["stats"]["median"]) if entry["stats"] else "",
         mib(row["memory"]["tensors"]),
         mib(row["memory"]["reserved"]),
         mib(free),

@@ -66,7 +66,7 @@ def is_predicted(run: Entry) -> bool:
 
 def beside(predicted: Entry, measured: Entry) -> Figure | None:
     """Predicted times with intervals beside measured ones of the same tests; None if no test is in both runs."""
-    means = {entry["fullname"]: entry["stats"]["mean"] for entry in measured["benchmarks"]}
+    means = {entry["fullname"]: entry["stats"]["median"] for entry in measured["benchmarks"]}
     found = [
         entry for entry in predicted["benchmarks"] if entry["fullname"] in means and figure(entry, "time.predicted")
     ]
@@ -76,7 +76,7 @@ def beside(predicted: Entry, measured: Entry) -> Figure | None:
     names = [entry["fullname"].partition("::")[2] or entry["fullname"] for entry in found]
     rows: list[list[Cell]] = []
     for name, entry in zip(names, found, strict=True):
-        mean, own = entry["stats"]["mean"], means[entry["fullname"]]
+        mean, own = entry["stats"]["median"], means[entry["fullname"]]
         seconds = (in_unit(each, "s") for each in (mean, *(predicted_interval(entry) or (mean, mean)), own))
         rows.append([name, *seconds, f"{100 * (mean / own - 1):+.1f}%"])
     columns = ["test", "predicted ms", "from", "to", "measured ms", "error"]

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from shardmark.meter.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, Measured
 from shardmark.rows.columns import Cell, Column, Entry
-from shardmark.rows.fill import mean_parts, step_seconds
+from shardmark.rows.fill import part_seconds, step_seconds
 from shardmark.rows.observers.observer import Observer
 from shardmark.rows.row import Row
 from shardmark.text import ms
@@ -36,7 +36,7 @@ class ExposedCommunication(Observer):
 
     def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """The row's time by part: the parts of computation alone, and the remaining time as "communication"."""
-        parts, compute = mean_parts(ranks, IMPLEMENTATION), mean_parts(ranks, COMPUTE)
+        parts, compute = part_seconds(ranks), part_seconds(ranks, COMPUTE)
         together = sum(parts[part] for part in {*compute, "communication"})
         row["time"]["parts"] = parts | compute | {"communication": together - sum(compute.values())}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import median
 from typing import Any, cast
 
 from shardmark.meter.plan import Measured
@@ -27,7 +27,7 @@ class Goals(Observer):
         decides."""
         seconds, limit = step_seconds(ranks), cast(dict[str, Any], row["limit"])
         step = interval(seconds)
-        longest = {name: (1 + WORTH) * limit[name] * fmean(seconds) / goal for name, goal in self.goals.items()}
+        longest = {name: (1 + WORTH) * limit[name] * median(seconds) / goal for name, goal in self.goals.items()}
         limit["goals"] = {
             name: {"goal": goal, "outcome": step.outcome(longest[name])} for name, goal in self.goals.items()
         }

@@ -1,0 +1,71 @@
+"""One time for each implementation of a case, and one ratio for each pair, over a whole run.
+
+A machine's speed changes from test to test; the ratio of two steps that took turns does not. So times of a case are
+stated at one speed. The first pair fixes the times of both; each later implementation takes its ratio times the time of
+its peer. The quotient of two times is then their ratio, and a pair that was timed once is not timed again: the ratio is
+read both ways.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from shardmark.verdict.betting import interval, paired_ratios
+
+
+@dataclass(frozen=True)
+class CaseKey:
+    """The identity of a case's times: implementations are compared where all of these are equal."""
+
+    step: str | None
+    """The workload's name; the question, where a test measures by its own means."""
+    family: str
+    case: str
+    world_size: int
+
+
+@dataclass
+class _Known:
+    """Times of one case, in seconds, and each timed pair's ratios in the order of the rounds."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    ratios: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+
+
+class CaseTimes:
+    """The times and pairs of a run so far.
+
+    An implementation is to be timed after its peer: two pairs that share none fix two speeds, and a third pair that
+    joins them cannot agree with both.
+    """
+
+    def __init__(self) -> None:
+        self._cases: defaultdict[CaseKey, _Known] = defaultdict(_Known)
+
+    def ratios(self, case: CaseKey, name: str, peer: str) -> list[float] | None:
+        """The ratios of the rounds in which these two were timed, as `name` over `peer`; None if they were not yet."""
+        known = self._cases[case].ratios
+        if (name, peer) in known:
+            return known[name, peer]
+        return [1 / ratio for ratio in known[peer, name]] if (peer, name) in known else None
+
+    def pace(
+        self, case: CaseKey, name: str, seconds: Sequence[float], peer: str | None, peer_seconds: Sequence[float]
+    ) -> float:
+        """How slow the machine was in these rounds of `name`, as a factor of its speed for which the case's times are
+        stated: the median round over the implementation's time. Without `peer_seconds` no pair was timed."""
+        known = self._cases[case]
+        times = known.seconds
+        if peer is not None and peer_seconds:
+            known.ratios[name, peer] = ratios = paired_ratios(seconds, peer_seconds)
+            ratio = interval(ratios).center
+            if name in times:
+                times.setdefault(peer, times[name] / ratio)
+            else:
+                between = math.sqrt(median(seconds) * median(peer_seconds) / ratio)
+                times[name] = ratio * times.setdefault(peer, between)
+        return median(seconds) / times.setdefault(name, median(seconds))
