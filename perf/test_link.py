@@ -29,7 +29,7 @@ from shardmark.meter.measure_case import timed_steps
 from shardmark.meter.plan import Plan
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
-from shardmark.report.observed_answers import hides_as_measured
+from shardmark.report.observed_answers import hides
 from shardmark.rows.observers import ExposedCommunication, HiddenCommunication, Timeline
 
 _BUCKETS_MB = (1, 2, 5, 10, 25)
@@ -57,13 +57,28 @@ WHAT_HIDES = pytest.mark.question(
     "What hides behind backward on a limited link?",
     short="hidden on a link",
     columns=["case", "implementation", "time ms", "hidden", "ratio to peer", "goal", "verdict"],
-    answer=hides_as_measured("naive"),
+    answer=hides("naive"),
 )
 SHARDING = pytest.mark.question(
     "What does sharding cost on a limited link?",
     short="sharding on a link",
     columns=["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "goal", "verdict"],
 )
+
+
+class FSDPOnLink(FSDPStep):
+    """A training step, and in the same rounds forward and backward of the model without sharding, which both fit."""
+
+    def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
+        super().__init__(implementation, case, device)
+        self.alone = implementation, case, device
+        self.unsharded: Compute | None = None
+
+    def compute_step(self, mark: Mark) -> None:
+        """Forward and backward of a model of its own, made in the first call, when no meter runs."""
+        self.unsharded = self.unsharded or Compute(*self.alone)
+        self.unsharded.prepare()
+        self.unsharded.forward_and_backward(mark)
 
 
 class StepOnLink(DataParallelStep):
@@ -144,7 +159,15 @@ def test_fsdp(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
 ) -> None:
     case = FSDPCase(**asdict(_balanced(case, world, device)), ranks=world.size)
-    measure(FSDPStep, implementation, case, world_size=world.size, work=fsdp_work(case), slack=1.02)
+    measure(
+        FSDPOnLink,
+        implementation,
+        case,
+        world_size=world.size,
+        work=fsdp_work(case),
+        slack=1.02,
+        observe=[ExposedCommunication()],
+    )
 
 
 def _measure(

@@ -21,6 +21,5 @@ class NaiveDataParallel(DataParallel):
             gradient(parameter).div_(self.world_size)
 
 
-register(
-    "data_parallel", "naive", NaiveDataParallel, memory=naive_peak, time=Race("ddp", budget=10.0), tested_briefly=True
-)
+# No budget of its time: by how much it is slower than DDP is the cost of a message, of which it sends one a parameter.
+register("data_parallel", "naive", NaiveDataParallel, memory=naive_peak, time=Race("ddp"), tested_briefly=True)

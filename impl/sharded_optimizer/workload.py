@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.rank_step import RankStep
@@ -46,7 +48,15 @@ class ShardedStep(RankStep):
             self.synchronize()
 
     def step(self, mark: Mark) -> None:
+        """The part "optimizer" is AdamW's update of this rank's own elements; what else `step` does communicates."""
+        updates = [
+            register_optimizer_step_pre_hook(_of_adamw(lambda: mark("communication"))),
+            register_optimizer_step_post_hook(_of_adamw(lambda: mark("optimizer"))),
+        ]
         self.optimizer.step()
+        for hook in updates:
+            hook.remove()
+        mark("communication")
         self._free_gradients()
         mark("optimizer")
         self.forward_and_backward(mark)
@@ -73,6 +83,17 @@ class ShardedStep(RankStep):
     def _free_gradients(self) -> None:
         self.optimizer.zero_grad()
         self.loss = None
+
+
+def _of_adamw(function: Callable[[], None]) -> Callable[..., None]:
+    """A hook of all optimizers that calls the function for AdamW, which every implementation is given, and not for the
+    sharded optimizer around it."""
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        if type(optimizer) is torch.optim.AdamW:
+            function()
+
+    return hook
 
 
 def _local_optimizer(optimizer: Any) -> Optimizer:

@@ -1,14 +1,16 @@
 """Disturbances while a case was timed, as far as the times and the kernel's scheduler show them.
 
-The verdict of a time budget does not use them, as a disturbance only widens its interval. They show whether a quieter
-machine is needed, and what disturbs this one.
+They show whether a quieter machine is needed, and what disturbs this one. A time budget does not use them, as a
+disturbance widens its interval. There is one exception: ranks whose threads waited for a core
+(`shardmark.verdict.budget.verdicts`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,24 +29,43 @@ _FEWEST = 16
 _CERTAIN = 4.0
 """A change of this many standard errors is not chance."""
 
-GLOO_THREADS = {"gloo_tcp_loop", "pt_gloo_runloop"}
-"""The names of the threads of Gloo, and of PyTorch's Gloo backend."""
-
 WAITED, WARMUP, DRIFT, LEVEL, BURSTS = "waited", "warm-up", "drift", "level", "bursts"
 
 
-def seconds_waited() -> float:
-    """Seconds so far that threads of this process were ready to run and had no core; 0 if the kernel does not count.
+@dataclass(frozen=True)
+class Threads:
+    """For each thread of this process, the seconds so far for which it ran, and for which it was ready to run and had no
+    core. Empty if the kernel does not count."""
 
-    Gloo's threads are left out: they also wait while their own rank computes on the core that both share. So a
-    neighbour that delays only them is not seen.
-    """
-    waited, tasks = 0, Path("/proc/self/task")
-    for thread in os.listdir(tasks) if tasks.exists() else ():
-        with suppress(OSError, IndexError, ValueError):  # ended in the meantime; no such statistics
-            if (tasks / thread / "comm").read_text().strip() not in GLOO_THREADS:
-                waited += int((tasks / thread / "schedstat").read_text().split()[1])
-    return waited / 1e9
+    seconds: Mapping[str, tuple[float, float]]
+
+    @classmethod
+    def now(cls) -> Threads:
+        seconds, tasks = {}, Path("/proc/self/task")
+        for thread in os.listdir(tasks) if tasks.exists() else ():
+            with suppress(OSError, ValueError):  # ended in the meantime; no such statistics
+                ran, waited, _ = map(int, (tasks / thread / "schedstat").read_text().split())
+                seconds[thread] = ran / 1e9, waited / 1e9
+        return cls(seconds)
+
+    def waited(self, before: Threads, computing: int) -> float:
+        """Seconds since `before` for which the `computing` threads that ran most, or one of the others, had no core,
+        because other processes had it.
+
+        The other threads, such as Gloo's, also wait while their own rank computes on the core that all share. So of
+        their waiting only what exceeds the running time of all threads of the rank counts. Every message of a
+        collective waits for such a thread: beside a neighbour that computes, it costs a turn of the neighbour's on the
+        core, some 5 ms, and a step of many messages many of them.
+        """
+        since = []
+        for thread, (ran, waited) in self.seconds.items():
+            ran_before, waited_before = before.seconds.get(thread, (0.0, 0.0))
+            since.append((ran - ran_before, waited - waited_before))
+        since.sort()
+        compute, others = since[-computing:], since[:-computing]
+        all_ran = sum(ran for ran, _ in since)
+        mean = sum(waited for _, waited in compute) / computing
+        return max([mean, *(waited - (all_ran - ran) for ran, waited in others)])
 
 
 def disturbances(seconds: Sequence[float], peer_seconds: Sequence[float], waited: float) -> dict[str, float]:

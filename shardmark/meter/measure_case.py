@@ -22,7 +22,7 @@ from shardmark.api.registry import Implementation, Unsupported
 from shardmark.api.workload import Mark, Workload
 from shardmark.meter.clock import Laps, Stopwatch
 from shardmark.meter.counters import count
-from shardmark.meter.disturbances import seconds_waited
+from shardmark.meter.disturbances import Threads
 from shardmark.meter.gloo_workers import workers_free_first
 from shardmark.meter.memory import Memory, meter, release
 from shardmark.meter.over_budget import STEP, Held, held_at_peak
@@ -175,13 +175,13 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     pair = [name for name in (IMPLEMENTATION, PEER) if name in steps]
     parts = [name for name in steps if name not in pair]
     with no_gc() if plan.rounds.disable_gc else nullcontext():
-        began, waited = time.perf_counter(), seconds_waited()
+        began, threads = time.perf_counter(), Threads.now()
         for i in rounds_while(lambda: _undecided(plan, measured), rounds, plan.rounds, partial(_largest, plan)):
             for name in [*shuffled(pair, coin), *(shuffled(parts, coin) if i < rounds else ())]:
                 with nvtx_range(names.get(name, f"{plan.implementation} {name}"), plan.device):
                     measured.laps[name].append(timed_step(plan, *steps[name], ahead[name]))
-        waited, elapsed = seconds_waited() - waited, time.perf_counter() - began
-        measured.waited = waited / (elapsed * torch.get_num_threads())
+        waited, elapsed = Threads.now().waited(threads, torch.get_num_threads()), time.perf_counter() - began
+        measured.waited = waited / elapsed
     return measured
 
 

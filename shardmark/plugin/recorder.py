@@ -13,7 +13,7 @@ import pytest
 
 from shardmark.api.registry import Race
 from shardmark.api.work import Work
-from shardmark.meter.disturbances import in_words
+from shardmark.meter.disturbances import WAITED, in_words
 from shardmark.meter.over_budget import Held, excess_lines
 from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
 from shardmark.report.outcomes import LEFT_OPEN
@@ -104,7 +104,8 @@ class Recorder:
             observer.fill(row, ranks)
         absolute = session.budgets_for(self._item.nodeid)
         tensors, peaks = row["memory"].get("tensors_by_rank", []), row["memory"].get("peak_by_rank", [])
-        verdicts = list(budget.verdicts(tensors, peaks, as_measured, ratio, time, memory, absolute, confidence))
+        waited = row["time"]["machine"].get(WAITED, 0.0) if identity.world_size > 1 else 0.0
+        verdicts = list(budget.verdicts(tensors, peaks, as_measured, ratio, time, memory, absolute, confidence, waited))
         if "not_done" in row["limit"]:
             verdicts.append((FAIL, row["limit"]["not_done"]))
         if session.against is not None:

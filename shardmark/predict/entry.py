@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardmark.api.registry import Implementation
 from shardmark.predict.simulation.schedule import Step
-from shardmark.rows.fill import NO_RACE
+from shardmark.rows.fill import NO_RACE, without_communication
 from shardmark.rows.row import Time
 
 
@@ -14,7 +14,7 @@ def predicted_time_entry(
     """The row's "time" of a simulation: the predicted step on the first rank, and the peer's. 9 of 10 real steps lie
     between the multiples `within` of the prediction; None where these are not known."""
     entry: Time = {
-        "parts": step.parts,
+        "parts": without_communication(step.parts),
         "median_by_rank": [step.seconds],
         "host": step.host,
         **NO_RACE,

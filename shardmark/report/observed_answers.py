@@ -1,4 +1,4 @@
-"""Answers read from what observers and cases add to the rows: exposed communication, stages, losses, kernels."""
+"""Answers read from what observers and cases add to the rows: hidden communication, stages, losses, kernels."""
 
 from __future__ import annotations
 
@@ -14,33 +14,20 @@ from shardmark.verdict.betting import UNDECIDED
 
 
 def hides(other: str) -> Answer:
-    """The share of the exposed communication of `other` that the fastest implementation hides."""
+    """The fastest implementation, its time beside `other`'s, and the share of communication that it hides.
 
-    def answer(entries: Sequence[Entry]) -> str:
-        case = largest_case(entries)
-        fastest = fastest_of(case)
-        theirs = _entry_of(case, other)
-        if theirs is None or fastest.entry is theirs:
-            return at(entries, case) + str(fastest)
-        time = time_beside(case, fastest.entry, theirs)
-        share = 1 - _exposed(fastest.entry) / _exposed(theirs)
-        if time.high >= 1 or share <= 0:
-            return at(entries, case) + str(fastest)
-        name = implementation(fastest.entry)
-        return f"{at(entries, case)}{name} hides {share:.0%} of communication, {beside(time, other)}"
-
-    return answer
-
-
-def hides_as_measured(other: str) -> Answer:
-    """The fastest implementation's own `hidden` share, from a run of communication alone; its time beside `other`'s."""
+    The share is the row's `hidden`, which is measured beside computation and communication alone. An implementation
+    that is faster because it sends fewer messages hides nothing, and none is said to.
+    """
 
     def answer(entries: Sequence[Entry]) -> str:
         case = largest_case(entries)
         fastest = fastest_of(case)
         name, hidden = implementation(fastest.entry), fastest.entry["extra_info"]["time"]["hidden"]
         theirs = _entry_of(case, other)
-        time = beside(time_beside(case, fastest.entry, theirs), other) if theirs else str(fastest)
+        if not hidden or theirs is None:
+            return at(entries, case) + str(fastest)
+        time = beside(time_beside(case, fastest.entry, theirs), other)
         return f"{at(entries, case)}{name} hides {hidden:.0%} of communication, {time}"
 
     return answer
@@ -48,11 +35,6 @@ def hides_as_measured(other: str) -> Answer:
 
 def _entry_of(case: Sequence[Entry], name: str) -> Entry | None:
     return next((entry for entry in case if implementation(entry) == name), None)
-
-
-def _exposed(entry: Entry) -> float:
-    seconds: float = entry["extra_info"]["time"]["parts"]["communication"]
-    return seconds
 
 
 def fastest_by_collective(entries: Sequence[Entry]) -> str:

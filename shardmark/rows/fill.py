@@ -92,7 +92,7 @@ def time_entry(
     goal, and the one that decides a budget. `ratios` are those of an earlier row that timed the same pair.
     """
     entry: Time = {
-        "parts": part_seconds(ranks),
+        "parts": without_communication(part_seconds(ranks)),
         "median_by_rank": [median(laps.seconds for laps in rank.laps[IMPLEMENTATION]) for rank in ranks],
         "host": max((rank.host for rank in ranks if rank.host is not None), default=None),
         **NO_RACE,
@@ -140,6 +140,18 @@ def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) ->
     if work.model_flops and seconds:
         entry["mfu"] = work.model_flops / (seconds * devices * roofline.peak_flops_per_second)
     return entry
+
+
+def without_communication(parts: dict[str, float]) -> dict[str, float]:
+    """The parts of a step by its own marks, with the wait at the end of backward as a part of backward.
+
+    Some implementations wait for communication there, others (PyTorch's DDP and FSDP) inside forward and backward. So
+    the mark alone is no measure of communication: `shardmark.rows.observers.ExposedCommunication` takes one.
+    """
+    if not {"backward", "communication"} <= parts.keys():
+        return parts
+    rest = {part: seconds for part, seconds in parts.items() if part != "communication"}
+    return rest | {"backward": parts["backward"] + parts["communication"]}
 
 
 def part_seconds(ranks: Sequence[Measured], name: str = IMPLEMENTATION) -> dict[str, float]:

@@ -4,6 +4,11 @@ A memory budget is a formula times a stated slack. A time budget is a ratio to a
 in random order; an interval of that ratio decides (`shardmark.verdict.betting`): noise alone decides nothing.
 A budget fails its test; a goal is judged in the same way and reported as reached or missed.
 
+On CPU a collective's message passes through threads, each of which needs a core for a moment. Beside a process that
+computes on that core, each message costs a turn of that process, milliseconds where it else costs a tenth of one. So
+the time of a step on ranks is then the number of its messages, and a ratio says which of two steps sends more of them:
+a time budget of ranks whose threads waited for a core does not fail.
+
 A run has many verdicts, so their error is held over the whole run: the chance that any interval of a budget misses is
 at most `FAMILY_WISE_ERROR`, of which each verdict gets an equal share (Bonferroni). Goals fail nothing: each has a 95%
 interval of its own, from the rounds that there are.
@@ -166,12 +171,14 @@ def verdicts(
     memory_budget: MemoryBudget | None,
     absolute: Sequence[AbsoluteBudget],
     confidence: float,
+    ranks_waited: float = 0.0,
 ) -> Iterator[tuple[str, str]]:
     """Each budget's verdict, and the message if it is not PASS.
 
     `tensors` and `peaks` are each rank's bytes. A formula's budget limits tensors, which are equal on every machine. A
     team's own budget limits the whole peak, which its machine must have. `confidence` is that of the intervals of
-    seconds, whose limits have no tolerance.
+    seconds, whose limits have no tolerance. `ranks_waited` is the share of the rounds for which a thread of one of
+    several ranks waited for a core; 0 if that is nothing worth noting.
     """
     most, peak = max(tensors, default=None), max(peaks, default=None)
     if memory_budget is not None and most is not None:
@@ -189,11 +196,12 @@ def verdicts(
             f"further apart than {RANKS_ALIKE - 1:.0%}",
         )
     if ratio is not None and race is not None and race.budget is not None:
-        yield (
-            ratio.verdict(tolerated(race.budget)),
-            f"{ratio.center:.3f}x {race.peer}'s time, {ratio}, against the budget of {race.budget}x "
-            f"and {SMALLEST_EFFECT:.0%}, the smallest effect that matters",
-        )
+        found = ratio.verdict(tolerated(race.budget))
+        against = f"{ratio.center:.3f}x {race.peer}'s time, {ratio}, against the budget of {race.budget}x"
+        if ranks_waited and found == FAIL:
+            yield UNDECIDED, f"{against}: not judged beside processes that take the ranks' cores"
+        else:
+            yield found, f"{against} and {SMALLEST_EFFECT:.0%}, the smallest effect that matters"
     for own in absolute:
         if own.bytes is not None and peak is not None:
             yield (

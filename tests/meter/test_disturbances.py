@@ -3,6 +3,8 @@
 import math
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,15 +15,13 @@ import torch
 from shardmark.meter.disturbances import (
     BURSTS,
     DRIFT,
-    GLOO_THREADS,
     LEVEL,
     WAITED,
     WARMUP,
+    Threads,
     disturbances,
     in_words,
-    seconds_waited,
 )
-from shardmark.ranks.world import World
 
 ROUNDS = 100
 
@@ -80,41 +80,56 @@ def test_it_is_said_in_words() -> None:
     assert in_words({}) == ""
 
 
-def waited_as_two_threads(name: str) -> float:
-    """Seconds that two threads of that name waited for the core that they share for half a second."""
-    core, before, meeting = min(os.sched_getaffinity(0)), seconds_waited(), threading.Barrier(3, timeout=30)
-
-    def multiply() -> None:
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
-        os.sched_setaffinity(0, {core})
-        matrix, until = torch.rand(200, 200), time.perf_counter() + 0.5
-        while time.perf_counter() < until:
-            torch.mm(matrix, matrix)  # without the interpreter's lock
-        meeting.wait()
-        meeting.wait()  # stay until the count is read: a thread that has ended is not counted
-
-    threads = [threading.Thread(target=multiply, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    meeting.wait()
-    waited = seconds_waited() - before
-    meeting.wait()
-    for thread in threads:
-        thread.join()
-    return waited
+def since(*threads: tuple[float, float]) -> Threads:
+    """Threads that have run and waited for so many seconds."""
+    return Threads({str(i): each for i, each in enumerate(threads)})
 
 
-def names_of_threads() -> set[str]:
-    """The kernel's names of this process's threads."""
-    return {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
+def test_a_thread_of_gloo_waits_for_others_beyond_what_its_own_rank_runs() -> None:
+    """Shares of the rounds of `naive` on two ranks of two cores: alone, and beside a busy process on one core."""
+    before = since((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
+    alone = since((1.766, 1.025), (1.084, 1.058), (1.037, 1.011))
+    beside = since((1.08, 1.03), (1.011, 1.858), (1.01, 1.01))
+    assert alone.waited(before, computing=1) == pytest.approx(0.025)
+    assert beside.waited(before, computing=1) == pytest.approx(0.858 - 0.09)
+
+
+def test_threads_that_compute_wait_on_average() -> None:
+    two = since((0.5, 0.5), (0.9, 0.1))
+    assert two.waited(since(), computing=2) == pytest.approx(0.3)
+    assert since().waited(since(), computing=2) == 0.0
 
 
 @pytest.mark.skipif(
     not Path("/proc/self/schedstat").exists(), reason="this kernel does not count how long a thread waits for a core"
 )
-def test_waiting_for_a_core_is_seen_of_all_threads_but_gloos() -> None:
-    """Gloo's threads also wait for their own rank."""
-    with World(2) as world:
-        assert [GLOO_THREADS - names for names in world.run(names_of_threads)] == [set(), set()]
-    assert waited_as_two_threads("python") > 0.25
-    assert waited_as_two_threads("gloo_tcp_loop") < 0.2
+def test_waiting_for_a_core_that_another_process_has_is_seen() -> None:
+    """Here and there a thread computes on the same core for half a second."""
+    core, ready, go, done = min(os.sched_getaffinity(0)), *(threading.Event() for _ in range(3))
+
+    def compute() -> None:
+        os.sched_setaffinity(0, {core})
+        ready.set()
+        go.wait(30)
+        matrix, until = torch.rand(200, 200), time.perf_counter() + 0.5
+        while time.perf_counter() < until:
+            torch.mm(matrix, matrix)  # without the interpreter's lock
+        done.wait(30)  # stay until the count is read: a thread that has ended is not counted
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    code = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    neighbour = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert neighbour.stdout is not None and neighbour.stdout.readline()  # it runs
+        before = Threads.now()
+        go.set()
+        time.sleep(0.6)
+        waited = Threads.now().waited(before, computing=1)
+    finally:
+        neighbour.kill()
+        neighbour.communicate()
+        done.set()
+        thread.join()
+    assert waited > 0.1

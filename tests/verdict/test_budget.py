@@ -31,6 +31,21 @@ def test_only_an_effect_that_matters_fails_a_budget() -> None:
     assert verdict_of(1.001 + SMALLEST_EFFECT, 1.001) == [FAIL, FAIL]
 
 
+def test_beside_a_process_on_the_ranks_cores_a_time_budget_does_not_fail_and_a_memory_budget_does() -> None:
+    """`naive` on two ranks and two cores, beside a busy process: one message a parameter, and DDP's is one."""
+
+    def found(ratio: float, waited: float) -> list[str]:
+        memory, race = MemoryBudget(formula=1000, slack=1.0), Race("ddp", budget=10.0)
+        judged = interval([ratio] * 200, confidence(1))
+        return [
+            verdict for verdict, _ in verdicts([1001] * 2, [1001] * 2, [], judged, race, memory, [], 0.95, waited)
+        ]
+
+    assert found(13.3, 0.0) == [FAIL, PASS, FAIL]
+    assert found(13.3, 0.77) == [FAIL, PASS, UNDECIDED]
+    assert found(1.6, 0.77) == [FAIL, PASS, PASS]
+
+
 def test_a_memory_budget_is_the_formula_times_its_slack() -> None:
     budget = MemoryBudget(formula=1000, slack=1.05)
     assert budget.bytes == 1050

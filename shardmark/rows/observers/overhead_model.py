@@ -80,7 +80,7 @@ def bucket_lines(entries: Sequence[Entry]) -> Iterator[str]:
     measured = {
         (row["implementation"], row["case"]["bucket_mb"]): row["time"]["parts"]["communication"]
         for row in rows
-        if row["case"].get("bucket_mb") is not None and row["time"].get("parts")
+        if row["case"].get("bucket_mb") is not None and "communication" in row["time"].get("parts", {})
     }
     wrappers = list(dict.fromkeys(implementation for implementation, _ in measured))
     for name, fit in fits.items():
