@@ -20,7 +20,7 @@ from impl.data_parallel.link_workload import Communication, Compute
 from impl.data_parallel.workload import DataParallelStep
 from impl.fsdp.accounting import work as fsdp_work
 from impl.fsdp.cases import FSDPCase
-from impl.fsdp.workload import FSDPStep
+from impl.fsdp.link_workload import FSDPOnLink
 from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.sharded_optimizer.workload import ShardedStep
 from impl.training_step.cases import TrainingStepCase
@@ -64,21 +64,6 @@ SHARDING = pytest.mark.question(
     short="sharding on a link",
     columns=["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "goal", "verdict"],
 )
-
-
-class FSDPOnLink(FSDPStep):
-    """A training step, and in the same rounds forward and backward of the model without sharding, which both fit."""
-
-    def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
-        super().__init__(implementation, case, device)
-        self.alone = implementation, case, device
-        self.unsharded: Compute | None = None
-
-    def compute_step(self, mark: Mark) -> None:
-        """Forward and backward of a model of its own, made in the first call, when no meter runs."""
-        self.unsharded = self.unsharded or Compute(*self.alone)
-        self.unsharded.prepare()
-        self.unsharded.forward_and_backward(mark)
 
 
 class StepOnLink(DataParallelStep):

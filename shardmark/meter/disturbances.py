@@ -34,8 +34,8 @@ WAITED, WARMUP, DRIFT, LEVEL, BURSTS = "waited", "warm-up", "drift", "level", "b
 
 @dataclass(frozen=True)
 class Threads:
-    """For each thread of this process, the seconds so far for which it ran, and for which it was ready to run and had no
-    core. Empty if the kernel does not count."""
+    """For each thread of this process, the seconds so far for which it ran, and for which it was ready to run and had
+    no core. Empty if the kernel does not count."""
 
     seconds: Mapping[str, tuple[float, float]]
 

@@ -1,4 +1,4 @@
-"""What waits for communication is counted as such in every implementation, wherever it waits."""
+"""A wait for communication counts as exposed communication in every implementation, wherever it is."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from correctness.support.metering import plan_of
 from impl.data_parallel.cases import CASES
 from impl.data_parallel.workload import DataParallelStep
 from impl.fsdp.cases import FSDPCase
+from impl.fsdp.link_workload import FSDPOnLink
 from impl.fsdp.workload import FSDPStep
 from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.sharded_optimizer.workload import ShardedStep
-from perf.test_link import FSDPOnLink
 from shardmark.api import Implementation, family, resolve
 from shardmark.meter.measure_case import timed_step, warmed_up
 from shardmark.meter.memory import Memory

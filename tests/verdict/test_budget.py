@@ -37,9 +37,7 @@ def test_beside_a_process_on_the_ranks_cores_a_time_budget_does_not_fail_and_a_m
     def found(ratio: float, waited: float) -> list[str]:
         memory, race = MemoryBudget(formula=1000, slack=1.0), Race("ddp", budget=10.0)
         judged = interval([ratio] * 200, confidence(1))
-        return [
-            verdict for verdict, _ in verdicts([1001] * 2, [1001] * 2, [], judged, race, memory, [], 0.95, waited)
-        ]
+        return [verdict for verdict, _ in verdicts([1001] * 2, [1001] * 2, [], judged, race, memory, [], 0.95, waited)]
 
     assert found(13.3, 0.0) == [FAIL, PASS, FAIL]
     assert found(13.3, 0.77) == [FAIL, PASS, UNDECIDED]

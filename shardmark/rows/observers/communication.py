@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import ClassVar, Literal
 
-from shardmark.meter.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, Measured
+from shardmark.meter.plan import COMMUNICATION, COMPUTE, Measured
 from shardmark.rows.columns import Cell, Column, Entry
 from shardmark.rows.fill import part_seconds, step_seconds
 from shardmark.rows.observers.observer import Observer
