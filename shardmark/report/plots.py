@@ -3,7 +3,9 @@
     @pytest.mark.question("What does a nap cost?", plots=[Lines("Time by length", x="case.length", y="stats.median")])
 
 A plot names where its figures are: "stats.median" in an entry of pytest-benchmark, "case.seq" in its row. It draws the
-rows that have them. Time and peak, the step's parts, and memory by kind and by stage are drawn without declaration.
+rows that have them. The page shows a question's first plot, and the others on demand. Times beside the peer's, peak
+memory, the step's parts, and memory by kind and by stage are drawn without declaration, after the declared ones; a
+question that one of them answers names it first: `plots=[MEMORY]`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Lines:
 
 @dataclass(frozen=True)
 class Points:
-    """A point for each row's figures, and hollow ones for figures that others have published, on their hardware.
+    """A point for each row's figures, and hollow ones for figures that others have published, on their hardware: on a
+    page of their own.
 
     `ours` maps a metric's name to where it is in a row; the published ones are of the same metrics.
     """
@@ -69,8 +72,25 @@ class Published:
     value: float
 
 
-Plot = Lines | Points
-KINDS: dict[str, type[Plot]] = {kind.__name__: kind for kind in (Lines, Points)}
+AUTOMATIC = ("times", "memory", "parts", "kernels", "streams", "kinds", "stages")
+"""Plots that are drawn without declaration, in this order."""
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """One of `AUTOMATIC`, in the place where a question names it. Raises ValueError for another name."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in AUTOMATIC:
+            raise ValueError(f"no plot is called {self.name!r}, only {', '.join(AUTOMATIC)}")
+
+
+TIMES, MEMORY, PARTS, KERNELS, STREAMS, MEMORY_BY_KIND, STAGES = map(Automatic, AUTOMATIC)
+
+Plot = Lines | Points | Automatic
+KINDS: dict[str, type[Plot]] = {kind.__name__: kind for kind in (Lines, Points, Automatic)}
 
 
 def saved(plot: Plot) -> dict[str, Any]:

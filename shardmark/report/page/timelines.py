@@ -1,50 +1,58 @@
-"""Memory by kind through a step, against the device's size; and after each stage of making a model."""
+"""Memory by kind through a step: the rows one above the other, on one pair of axes, beside the device's size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import altair as alt
 
 from shardmark.meter.timeline import KINDS
-from shardmark.report.page.figure import MOST_LINES, MOST_PLOTS, Absent, Cell, Drawn, Figure, in_unit, titled
-from shardmark.report.page.vega import INK, SERIES, Chart, chart, color, series
+from shardmark.report.page.figure import MOST_PLOTS, Cell, Figure, in_unit
+from shardmark.report.page.vega import SERIES, Chart, chart, color
 from shardmark.report.plots import finite, labels
 from shardmark.rows.columns import Entry
 from shardmark.rows.row import figure
+from shardmark.text import mib
 
 MOMENTS = 100
 """Moments of a step that are drawn, each the largest of a stretch; the row has up to 200."""
 NEAR = 0.2
 """Share of the device's memory from which its size is drawn; for a smaller peak it would flatten the plot."""
-_WIDTH, _HEIGHT = 560, 220
+_WIDTH, _HEIGHT = 480, 130
 
 
-def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Iterator[Drawn]:
-    """Memory of a step by kind as stacked areas, for each row that has it."""
-    shown = [each for each in entries if figure(each, "memory.curve")]
-    for label, entry in zip(labels(shown), shown[:MOST_PLOTS], strict=False):
-        moments = _thinned(figure(entry, "memory.curve"))
-        kinds = [kind for kind in KINDS if any(moment.get(kind) for moment in moments)]
-        rows: list[list[Cell]] = [
-            [place, *(in_unit(finite(moment.get(kind, 0)), "B") for kind in kinds)]
-            for place, moment in enumerate(moments)
-        ]
-        peak = max(sum(moment.values()) for moment in moments)
-        notes = ["One step of the first rank, from its beginning to its end, allocation by allocation."]
-        near = device_bytes is not None and peak > NEAR * device_bytes
-        if device_bytes is None:
-            notes.append("The file does not say how much memory the device has.")
-        else:
-            size = f"{100 * peak / device_bytes:.2g}% of the device's {device_bytes / 2**30:,.1f} GiB"
-            notes.append(f"The peak is {size}{'' if near else ', which is not drawn: it is far above'}.")
-        title = f"Memory by kind through the step: {label}"
-        areas = _areas(rows, kinds, in_unit(device_bytes, "B") if near else None)
-        yield Figure(title, areas, ["moment", *(f"{kind} MiB" for kind in kinds)], rows, notes)
-
-    if len(shown) > MOST_PLOTS:
-        yield Absent("Memory by kind through the step", f"Only the first {MOST_PLOTS} of {len(shown)} rows have plots.")
+def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Figure | None:
+    """Memory of a step by kind as stacked areas, for each row that has it; None if no row does."""
+    found = [each for each in entries if figure(each, "memory.curve")]
+    if not found:
+        return None
+    shown = dict(zip(labels(found)[:MOST_PLOTS], found, strict=False))
+    curves = {label: _thinned(figure(entry, "memory.curve")) for label, entry in shown.items()}
+    peak = max(sum(moment.values()) for moments in curves.values() for moment in moments)
+    kinds = [kind for kind in KINDS if any(moment.get(kind) for moments in curves.values() for moment in moments)]
+    notes = ["One step of the first rank, allocation by allocation; all rows have the same axes."]
+    notes += [f"The first {MOST_PLOTS} of {len(found)} rows."] if len(found) > MOST_PLOTS else []
+    near = device_bytes is not None and peak > NEAR * device_bytes
+    if device_bytes is None:
+        notes.append("The file does not say how much memory the device has.")
+    else:
+        size = f"{100 * peak / device_bytes:.2g}% of the device's {device_bytes / 2**30:,.1f} GiB"
+        notes.append(f"The largest peak is {size}{'' if near else ', which is not drawn: it is far above'}.")
+    rows: list[list[Cell]] = [
+        [label, place, *(in_unit(finite(moment.get(kind, 0)), "B") for kind in kinds)]
+        for label, moments in curves.items()
+        for place, moment in enumerate(moments)
+    ]
+    top = max(peak, device_bytes or 0.0) if near else peak
+    panels = [
+        (
+            f"{label}: {mib(max(sum(moment.values()) for moment in moments))} MiB at the peak",
+            _areas(moments, kinds, top, device_bytes if near else None, is_last=label == list(curves)[-1]),
+        )
+        for label, moments in curves.items()
+    ]
+    columns = ["row", "moment", *(f"{kind} MiB" for kind in kinds)]
+    return Figure("Memory by kind through the step", panels, columns, rows, notes)
 
 
 def _thinned(moments: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
@@ -54,76 +62,37 @@ def _thinned(moments: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]
     ]
 
 
-def _areas(rows: Sequence[Sequence[Cell]], kinds: Sequence[str], size: float | None) -> Chart:
+def _areas(
+    moments: Sequence[Mapping[str, float]], kinds: Sequence[str], top: float, size: float | None, is_last: bool
+) -> Chart:
+    """One row's areas up to `top` bytes; the last one has the legend."""
     data = [
-        {"moment": row[0], "kind": kind, "order": place, "MiB": amount}
-        for row in rows
-        for place, (kind, amount) in enumerate(zip(kinds, row[1:], strict=True))
+        {"moment": place / max(1, len(moments) - 1), "kind": kind, "order": order, "MiB": in_unit(moment.get(kind, 0), "B")}
+        for place, moment in enumerate(moments)
+        for order, kind in enumerate(kinds)
     ]
-    x_axis = alt.Axis(title="the step, from beginning to end", labels=False, ticks=False, grid=False)
+    title = "the step, from beginning to end" if is_last else None
+    y = alt.Y("MiB:Q", stack="zero", axis=alt.Axis(title="MiB", tickCount=4, minExtent=45))
+    y = y.scale(domain=[0, in_unit(top, "B")], nice=False)
+    kind = color("kind", kinds, [SERIES[KINDS.index(kind)] for kind in kinds], symbolType="square", columns=3)
     areas = (
         chart(data)
         .mark_area(interpolate="step-after")
         .encode(
-            alt.X("moment:Q", axis=x_axis, scale=alt.Scale(nice=False)),
-            alt.Y("MiB:Q", stack="zero", axis=alt.Axis(title="MiB")),
-            color("kind", kinds, [SERIES[KINDS.index(kind)] for kind in kinds], symbolType="square"),
+            alt.X("moment:Q", axis=alt.Axis(title=title, labels=False, ticks=False, grid=False), scale=alt.Scale(nice=False)),
+            y,
+            kind if is_last else kind.legend(None),
             alt.Order("order:Q"),
         )
     )
-    layers = [areas]
+    highest = max(range(len(moments)), key=lambda place: sum(moments[place].values()))
+    said = " | ".join(f"{kind} {mib(moments[highest][kind])} MiB" for kind in kinds if moments[highest].get(kind))
+    whole = in_unit(sum(moments[highest].values()), "B")
+    peak = chart([{"moment": highest / max(1, len(moments) - 1), "MiB": whole, "tip": f"peak | {said}"}])
+    point = peak.mark_point(filled=True, size=45, color="var(--ink)", aria=True)
+    layers = [areas, point.encode(alt.X("moment:Q"), alt.Y("MiB:Q"), alt.Description("tip:N"))]
     if size is not None:
-        limit = chart([{"size": size, "text": "the device's memory"}]).encode(alt.Y("size:Q"))
+        limit = chart([{"size": in_unit(size, "B"), "text": "the device's memory"}]).encode(alt.Y("size:Q"))
         layers.append(limit.mark_rule(strokeDash=[6, 4]))
         layers.append(limit.mark_text(align="right", dy=-7, x=_WIDTH).encode(alt.Text("text:N")))
     return alt.layer(*layers).properties(width=_WIDTH, height=_HEIGHT)
-
-
-CROSS = "M-1,-1L1,1M-1,1L1,-1"
-
-_HELD = {"live": "allocated", "reserved": "reserved"}
-"""Key in a row's stages, and PyTorch's word for it."""
-
-
-def by_stage(entries: Sequence[Entry]) -> Iterator[Drawn]:
-    """Memory allocated, and on CUDA reserved, after each stage, with the formula; nothing if no row has stages."""
-    found = [each for each in entries if figure(each, "memory.stages")]
-    shown = found[:MOST_LINES]
-    if not shown:
-        return
-    stages = [figure(each, "memory.stages") for each in shown]
-    names = list(dict.fromkeys(name for row in sorted(stages, key=len, reverse=True) for name in row))
-    for key, word in _HELD.items():
-        title = f"Memory {word} after each stage"
-        data: list[dict[str, Any]] = [
-            {"row": label, "stage": name.replace("_", " "), "MiB": in_unit(nbytes, "B"), "formula": formula}
-            for label, held in zip(labels(shown), stages, strict=True)
-            for name in names
-            if (nbytes := finite(held.get(name, {}).get(key))) is not None
-            for formula in [in_unit(finite(held[name].get("formula")), "B") if key == "live" else None]
-        ]
-        if not data:
-            yield Absent(title, "Only CUDA's caching allocator reserves memory, and this run was on a CPU.")
-            continue
-        columns = ["row", "stage", f"{word} MiB", "formula MiB"]
-        rows: list[list[Cell]] = [[each["row"], each["stage"], each["MiB"], each["formula"]] for each in data]
-        notes = ["On the rank that holds most. Crosses: by the formula."] if key == "live" else []
-        notes += [f"The first {len(shown)} of {len(found)} rows."] if len(found) > len(shown) else []
-        yield Figure(title, _over_stages(data, [name.replace("_", " ") for name in names], word), columns, rows, notes)
-
-
-def _over_stages(data: list[dict[str, Any]], names: list[str], word: str) -> Chart:
-    rows = list(dict.fromkeys(each["row"] for each in data))
-    colors, shapes = map(list, zip(*series(len(rows)), strict=True))
-    legend = alt.Legend(title=None, columns=2)
-    base = chart(data).encode(
-        alt.X("stage:O", sort=names, axis=alt.Axis(title=None, labelAngle=0)),
-        alt.Y("MiB:Q", axis=alt.Axis(title=titled(word, "B"))),
-        color("row", rows, colors, columns=2),
-    )
-    lines = base.mark_line(interpolate="step-after")
-    points = base.mark_point(filled=True, size=55).encode(
-        alt.Shape("row:N", scale=alt.Scale(domain=rows, range=shapes), legend=legend)
-    )
-    crosses = base.mark_point(shape=CROSS, color=INK, size=90).encode(alt.Y("formula:Q"))
-    return alt.layer(lines, points, crosses).properties(width=_WIDTH, height=_HEIGHT)
