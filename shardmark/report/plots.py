@@ -145,11 +145,11 @@ def apart(names: Iterable[str]) -> list[str]:
 
 def labels(entries: Sequence[Entry]) -> list[str]:
     """A name for each entry: its implementation, and the parts of its case and ranks that not all entries share."""
-    tokens = [_tokens(entry) for entry in entries]
+    parts = [tokens(entry) for entry in entries]
     ranks = {entry["extra_info"]["world_size"] for entry in entries}
-    shared = set.intersection(*map(set, tokens)) if tokens else set()
+    shared = set.intersection(*map(set, parts)) if parts else set()
     found = []
-    for entry, each in zip(entries, tokens, strict=True):
+    for entry, each in zip(entries, parts, strict=True):
         row = entry["extra_info"]
         own = [token for token in each if token not in shared]
         own += [f"{row['world_size']} ranks"] if len(ranks) > 1 else []
@@ -162,17 +162,17 @@ def line_names(entries: Sequence[Entry], *same: str) -> list[str]:
     groups: dict[tuple[Any, ...], list[set[Any]]] = {}
     for entry in entries:
         where = entry["extra_info"]["implementation"], *(str(figure(entry, each)) for each in same)
-        groups.setdefault(where, []).append(set(_tokens(entry)))
+        groups.setdefault(where, []).append(set(tokens(entry)))
     different = {token for each in groups.values() for token in set.union(*each) - set.intersection(*each)}
     names = [
-        " ".join([entry["extra_info"]["implementation"], *(each for each in _tokens(entry) if each in different)])
+        " ".join([entry["extra_info"]["implementation"], *(each for each in tokens(entry) if each in different)])
         for entry in entries
     ]
     short = dict(zip(dict.fromkeys(names), apart(dict.fromkeys(names)), strict=True))
     return [short[name] for name in names]
 
 
-def _tokens(entry: Entry) -> list[str]:
+def tokens(entry: Entry) -> list[str]:
     """The parts of the case's id, without the implementation's name, which some ids contain."""
     row = entry["extra_info"]
     return [token for token in row["case"]["id"].split("-") if token != row["implementation"]]

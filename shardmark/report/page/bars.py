@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardmark.meter.kernels import CATEGORIES
 from shardmark.meter.timeline import KINDS, WORKSPACE
-from shardmark.report.page.figure import Bar, Bars, by_case, cell, first, shown_as, tip
-from shardmark.report.plots import finite, number
+from shardmark.report.page.figure import Bar, Bars, by_case, cell, first, tip
+from shardmark.report.plots import finite, labels, number
 from shardmark.rows.columns import Entry
 from shardmark.rows.row import figure
 from shardmark.text import mib, ms
@@ -36,11 +36,12 @@ def memory(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Bars | None:
     kinds = [kind for kind in (TENSORS, *KINDS) if any(kind in each for each in amounts.values())]
     numbers = {kind: _COLOURS[kind] for kind in kinds}
     groups = []
-    for heading, same in by_case(shown):
+    for heading, named in by_case(shown):
+        same = [entry for _, entry in named]
         budgets = [number(entry, "memory.budget") or 0.0 for entry in same]
         longest = max(*budgets, *(sum(amounts[id(entry)].values()) for entry in same))
-        ordered = sorted(same, key=lambda entry: sum(amounts[id(entry)].values()))
-        bars = [_memory_bar(entry, amounts[id(entry)], numbers, longest, anchors) for entry in ordered]
+        ordered = sorted(named, key=lambda each: sum(amounts[id(each[1])].values()))
+        bars = [_memory_bar(name, entry, amounts[id(entry)], numbers, longest, anchors) for name, entry in ordered]
         groups.append((heading, bars))
     return Bars("Peak memory", [(numbers[kind], kind) for kind in kinds], groups, "budget", notes)
 
@@ -57,14 +58,14 @@ def _at_peak(entry: Entry) -> dict[str, float]:
 
 
 def _memory_bar(
-    entry: Entry, amounts: Mapping[str, float], numbers: Mapping[str, int], longest: float, anchors: Mapping[str, str]
+    name: str, entry: Entry, amounts: Mapping[str, float], numbers: Mapping[str, int], longest: float, anchors: Mapping[str, str]
 ) -> Bar:
     budget = number(entry, "memory.budget")
     text = f"{cell('tensors MiB', entry)} MiB"
     text += f" + {workspace}" if (workspace := cell("workspace MiB", entry)) else ""
     by_kind = "".join(f" | {kind} {mib(nbytes)}" for kind, nbytes in amounts.items() if kind != TENSORS)
     return Bar(
-        _name(entry),
+        name,
         anchors[entry["fullname"]],
         [(numbers[kind], _percent(nbytes, longest)) for kind, nbytes in amounts.items()],
         None if budget is None else _percent(budget, longest),
@@ -111,42 +112,53 @@ def time_by_part(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Bars |
     """Each step's time divided into its parts; None if no row has more than one part."""
     notes = ["Mean of each part over rounds and ranks; communication is what the step waits for.", OWN_SCALE]
     shown = first([each for each in entries if len(set(PARTS) & _parts(each).keys()) > 1], notes)
-    rows = [(entry, _name(entry), {part: finite(_parts(entry).get(part)) or 0.0 for part in PARTS}) for entry in shown]
-    return _times("Where the step's time goes", PARTS, rows, notes, anchors) if rows else None
+    groups = [
+        (heading, [(name, entry, {part: finite(_parts(entry).get(part)) or 0.0 for part in PARTS}) for name, entry in named])
+        for heading, named in by_case(shown)
+    ]
+    return _times("Where the step's time goes", PARTS, groups, notes, anchors) if shown else None
 
 
 def time_by_kernel(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Bars | None:
     """Time of each phase of a step by kind of kernel; None if no row was profiled."""
     notes = ["One step under the profiler, which slows the host: read the shares, not the times.", OWN_SCALE]
-    rows = [
-        (entry, phase, {kind: finite(found["categories"].get(kind)) or 0.0 for kind in CATEGORIES})
-        for entry in first([each for each in entries if isinstance(figure(each, "kernels.phases"), dict)], notes)
-        for phase, found in figure(entry, "kernels.phases").items()
+    shown = first([each for each in entries if isinstance(figure(each, "kernels.phases"), dict)], notes)
+    groups = [
+        (
+            label,
+            [
+                (phase, entry, {kind: finite(found["categories"].get(kind)) or 0.0 for kind in CATEGORIES})
+                for phase, found in figure(entry, "kernels.phases").items()
+            ],
+        )
+        for label, entry in zip(labels(shown), shown, strict=True)
     ]
-    return _times("Kernels that the time goes to", CATEGORIES, rows, notes, anchors) if rows else None
+    return _times("Kernels that the time goes to", CATEGORIES, groups, notes, anchors) if shown else None
+
+
+Timed = tuple[str, Entry, Mapping[str, float]]
+"""(name, entry, seconds by kind) of a bar."""
 
 
 def _times(
     title: str,
     kinds: Sequence[str],
-    rows: Sequence[tuple[Entry, str, Mapping[str, float]]],
+    groups: Sequence[tuple[str, Sequence[Timed]]],
     notes: Sequence[str],
     anchors: Mapping[str, str],
 ) -> Bars:
-    """A bar for each (entry, name, seconds by kind)."""
-    groups = []
-    for heading, same in by_case([entry for entry, _, _ in rows]):
-        within = [row for row in rows if any(row[0] is entry for entry in same)]
-        longest = max(sum(seconds.values()) for _, _, seconds in within)
+    shown = []
+    for heading, rows in groups:
+        longest = max(sum(seconds.values()) for *_, seconds in rows)
         bars = []
-        for entry, name, seconds in within:
+        for name, entry, seconds in rows:
             said = " | ".join(f"{kind} {ms(each)} ms" for kind, each in seconds.items() if each)
             shares = ", ".join(f"{kind} {100 * each / sum(seconds.values()):.0f}%" for kind, each in _largest(seconds))
             parts = [(kinds.index(kind), _percent(each, longest)) for kind, each in seconds.items() if each]
-            bars.append(Bar(name, anchors[entry["fullname"]], parts, None, shares, f"{name} · {heading} | {said}"))
-        groups.append((heading, bars))
-    present = [kind for kind in kinds if any(seconds[kind] for _, _, seconds in rows)]
-    return Bars(title, [(kinds.index(kind), kind) for kind in present], groups, "", notes)
+            bars.append(Bar(name, anchors[entry["fullname"]], parts, None, shares, f"{heading} {name} | {said}".strip()))
+        shown.append((heading, bars))
+    present = [kind for kind in kinds if any(seconds[kind] for _, rows in groups for *_, seconds in rows)]
+    return Bars(title, [(kinds.index(kind), kind) for kind in present], shown, "", notes)
 
 
 def _largest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -156,11 +168,6 @@ def _largest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def _parts(entry: Entry) -> Entry:
     return found if isinstance(found := figure(entry, "time.parts"), dict) else {}
-
-
-def _name(entry: Entry) -> str:
-    name: str = entry["extra_info"]["implementation"]
-    return name
 
 
 def _percent(amount: float, longest: float) -> float:

@@ -23,7 +23,13 @@ def times(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Dots | None:
     `anchors` are the ids of the rows by test.
     """
     timed = [entry for entry in entries if number(entry, "stats.median")]
-    groups = [(f"{name}: 1 is {peer[1]}", _raced(same, peer)) for name, same in by_case(timed) if (peer := peer_of(same))]
+    cases = by_case(timed)
+    groups = [
+        (f"{heading} · 1 is {peer[1]}".removeprefix(" · "), _raced(same, peer))
+        for heading, named in cases
+        for same in [[entry for _, entry in named]]
+        if (peer := peer_of(same))
+    ]
     title, axis = "Time beside the peer's", "time / peer's time"
     notes = ["Left of the line is faster. Bar: 95% interval of the ratio, from pairs of steps that took turns."]
     alone = len(timed) - sum(entry is not None for _, group in groups for entry, *_ in group)
@@ -32,7 +38,7 @@ def times(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Dots | None:
     if any(kind == "apart" for _, group in groups for _, _, kind, _ in group):
         notes.append("Hollow: not timed in turns with the peer, so the quotient of two times without an interval.")
     if not groups:
-        groups = [(name, [_timed(entry) for entry in same]) for name, same in by_case(timed)]
+        groups = [(heading, [_timed(name, entry) for name, entry in named]) for heading, named in cases]
         title, axis = "Time", "ms"
         notes = ["Bar: from the first to the third quartile of the rounds."]
     groups = _first(groups, notes)
@@ -80,9 +86,9 @@ def _raced(same: Sequence[Entry], peer: Who) -> list[Placed]:
     return found
 
 
-def _timed(entry: Entry) -> Placed:
-    low, mid, high = (in_unit(number(entry, f"stats.{name}"), "s") or 0.0 for name in ("q1", "median", "q3"))
-    return entry, who(entry)[1], "time", Span(low, mid, high)
+def _timed(name: str, entry: Entry) -> Placed:
+    low, mid, high = (in_unit(number(entry, f"stats.{each}"), "s") or 0.0 for each in ("q1", "median", "q3"))
+    return entry, name, "alone", Span(low, mid, high)
 
 
 class Scale:

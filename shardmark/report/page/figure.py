@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardmark.report.page.vega import Chart
-from shardmark.report.plots import UNITS
+from shardmark.report.plots import UNITS, labels, tokens
 from shardmark.rows.columns import COLUMNS, Entry
 
 MOST_ROWS = 24
@@ -45,7 +45,7 @@ class Dot:
     anchor: str
     """The id of the row in the table."""
     kind: str
-    """"peer", "raced", "apart" (not timed in turns with the peer) or "time" (no ratio)."""
+    """"peer", "raced", "apart" (not timed in turns with the peer) or "alone" (no ratio)."""
     at: float
     ends: tuple[float, float] | None
     figures: tuple[str, str]
@@ -139,15 +139,26 @@ def first(entries: Sequence[Entry], notes: list[str]) -> Sequence[Entry]:
     return entries[:MOST_ROWS]
 
 
-def by_case(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
-    """(heading, entries) of each case and world size, in their order."""
-    ranks = {entry["extra_info"]["world_size"] for entry in entries}
-    found: dict[str, list[Entry]] = {}
+def by_case(entries: Sequence[Entry]) -> list[tuple[str, list[tuple[str, Entry]]]]:
+    """(heading, [(name, entry), ...]) of each case and world size, in their order.
+
+    A heading has what not all cases share; a case's id is read without its implementation's name, which some ids
+    contain. If each case has one row, all are in one group, and the names tell the cases.
+    """
+    found: dict[tuple[tuple[str, ...], int], list[Entry]] = {}
     for entry in entries:
-        row = entry["extra_info"]
-        name = row["case"]["id"] + (f" on {row['world_size']} ranks" if len(ranks) > 1 else "")
-        found.setdefault(name, []).append(entry)
-    return [*found.items()]
+        found.setdefault((tuple(tokens(entry)), entry["extra_info"]["world_size"]), []).append(entry)
+    if len(found) == len(entries) > 1:
+        return [("", [*zip(labels(entries), entries, strict=True)])]
+    shared = set.intersection(*(set(parts) for parts, _ in found)) if len(found) > 1 else set()
+    several = len({ranks for _, ranks in found}) > 1
+    return [
+        (
+            " ".join([*(each for each in parts if each not in shared), *([f"on {ranks} ranks"] if several else [])]),
+            [(entry["extra_info"]["implementation"], entry) for entry in same],
+        )
+        for (parts, ranks), same in found.items()
+    ]
 
 
 def in_unit(value: float | None, unit: str) -> float | None:

@@ -33,17 +33,22 @@ def lines(plot: Lines, entries: Sequence[Entry]) -> Drawn:
         data += [each for entry in entries for each in _curve(plot, entry)]
     data = [each for each in data if each["y"] is not None and each["x"] > 0 and (each["y"] > 0 or not plot.log_y)]
     sizes = dict.fromkeys((each["panel"], each["x"]) for each in data)
-    of_several = [panel for panel, times in Counter(panel for panel, _ in sizes).items() if times > 1]
+    of_several = [panel for panel, count in Counter(panel for panel, _ in sizes).items() if count > 1]
     data = [each for each in data if each["panel"] in of_several]
     if not data:
         return Absent(plot.title, f"It takes rows of two values of {plot.x_title or plot.x} or more.")
+    notes = []
+    widths = Counter(key for key, _ in dict.fromkeys(((each["panel"], each["name"]), each["x"]) for each in data))
+    if (alone := sum(width == 1 for width in widths.values())) < len(widths):
+        data = [each for each in data if widths[each["panel"], each["name"]] > 1]
+        notes += [f"{alone} {'row' if alone == 1 else 'rows'} of one size alone: see the table."] if alone else []
     columns = ["line", plot.x_title or plot.x, titled(plot.y_title or plot.y, plot.unit)]
     rows: list[list[Cell]] = [[each["name"], each["x"], each["y"]] for each in data]
     if plot.panels is not None:
         columns = [plot.panels.rpartition(".")[2], *columns]
         rows = [[each["panel"], *row] for row, each in zip(rows, data, strict=True)]
     names = list(dict.fromkeys(each["name"] for each in data))
-    notes = [f"The first {MOST_LINES} of {len(names)} lines; the table has all."] if len(names) > MOST_LINES else []
+    notes += [f"The first {MOST_LINES} of {len(names)} lines; the table has all."] if len(names) > MOST_LINES else []
     shown = [each for each in data if each["name"] in (*names[:MOST_LINES], plot.limit_title)]
     notes += [f"Dashed: {plot.limit_title}."] if plot.limit is not None else []
     notes += [f"Dashed: {plot.curve_title}; hollow: where that is least."] if plot.curve is not None else []

@@ -128,7 +128,7 @@ def draw(drawn: Chart, name: str, title: str, description: str, names: Sequence[
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-title {name}-description"'
         f' viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
-        f' style="min-width: {0.85 * width:.0f}px; max-width: {1.3 * width:.0f}px">'
+        f' style="min-width: {0.8 * width:.0f}px; max-width: {1.3 * width:.0f}px">'
         f'<title id="{name}-title">{escape(title, quote=False)}</title>'
         f'<desc id="{name}-description">{escape(description, quote=False)}</desc>{body}'
     )
