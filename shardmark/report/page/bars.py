@@ -22,7 +22,7 @@ _HELD = {"live": "allocated", "reserved": "reserved"}
 ALIKE = 0.001
 """Relative difference up to which the kinds at a step's peak add up to its tensors."""
 
-OWN_SCALE = "Each case has a scale of its own; the figures beside the bars are those of the table."
+OWN_SCALE = "Each case has a scale of its own."
 
 
 def memory(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Bars | None:
@@ -30,7 +30,7 @@ def memory(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Bars | None:
     found = [entry for entry in entries if number(entry, "memory.tensors")]
     if len(found) < 2:
         return None
-    notes = [OWN_SCALE]
+    notes = [f"Tensors of their budget; workspace is the processor's and has none. {OWN_SCALE}"]
     shown = first(found, notes)
     amounts = {id(entry): _at_peak(entry) for entry in shown}
     kinds = [kind for kind in (TENSORS, *KINDS) if any(kind in each for each in amounts.values())]
@@ -61,8 +61,7 @@ def _memory_bar(
     name: str, entry: Entry, amounts: Mapping[str, float], numbers: Mapping[str, int], longest: float, anchors: Mapping[str, str]
 ) -> Bar:
     budget = number(entry, "memory.budget")
-    text = f"{cell('tensors MiB', entry)} MiB"
-    text += f" + {workspace}" if (workspace := cell("workspace MiB", entry)) else ""
+    text = " of ".join(filter(None, [cell("tensors MiB", entry), cell("budget MiB", entry)])) + " MiB"
     by_kind = "".join(f" | {kind} {mib(nbytes)}" for kind, nbytes in amounts.items() if kind != TENSORS)
     return Bar(
         name,
@@ -79,12 +78,13 @@ def after_stages(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Iterat
     notes = ["On the rank that holds most, after each stage. One scale for all stages."]
     shown = first([entry for entry in entries if figure(entry, "memory.stages")], notes)
     stages = dict.fromkeys(name for each in shown for name in figure(each, "memory.stages"))
+    named = [*zip(labels(shown), shown, strict=True)]
     for key, word in _HELD.items():
         held = {
-            name: [(entry, nbytes) for entry in shown if (nbytes := number(entry, f"memory.stages.{name}.{key}")) is not None]
+            name: [(label, entry, nbytes) for label, entry in named if (nbytes := number(entry, f"memory.stages.{name}.{key}")) is not None]
             for name in stages
         }
-        longest = max((nbytes for rows in held.values() for _, nbytes in rows), default=0.0)
+        longest = max((nbytes for rows in held.values() for *_, nbytes in rows), default=0.0)
         if not longest:
             continue
         groups = [
@@ -97,15 +97,13 @@ def after_stages(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Iterat
 
 
 def _stage_bar(
-    entry: Entry, nbytes: float, longest: float, with_formula: str | None, anchors: Mapping[str, str]
+    label: str, entry: Entry, nbytes: float, longest: float, with_formula: str | None, anchors: Mapping[str, str]
 ) -> Bar:
     formula = number(entry, f"memory.stages.{with_formula}.formula") if with_formula else None
     text = f"{mib(nbytes)} MiB"
     tick = None if formula is None else _percent(formula, longest)
     said = f"{text}" if formula is None else f"{text} | formula {mib(formula)} MiB"
-    row = entry["extra_info"]
-    name = f"{row['implementation']} · {row['case']['id']}"
-    return Bar(name, anchors[entry["fullname"]], [(1, _percent(nbytes, longest))], tick, text, f"{name} | {said}")
+    return Bar(label, anchors[entry["fullname"]], [(1, _percent(nbytes, longest))], tick, text, f"{label} | {said}")
 
 
 def time_by_part(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Bars | None:

@@ -35,6 +35,10 @@ class Figure:
     notes: Sequence[str] = field(default=())
     names: Sequence[str] = field(default=())
     """Names of the axis whose stand-ins are in the chart."""
+    kinds: Sequence[tuple[int, str]] = field(default=())
+    """(colour's number, name) of what the panels' areas are."""
+    stacked: bool = False
+    """Whether the panels share their axes, one above the other."""
 
 
 @dataclass(frozen=True)

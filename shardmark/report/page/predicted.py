@@ -44,7 +44,7 @@ def streams(entries: Sequence[Entry]) -> Figure | None:
         rows += [[label, *lane] for lane in lanes]
         panels.append((f"{label}: {_said(entry)}", _lanes(lanes, names, _ends(figure(entry, "time.parts")), last)))
     columns = ["row", "stream", "from ms", "to ms"]
-    return Figure("The predicted step, stream by stream", panels, columns, rows, notes, names)
+    return Figure("The predicted step, stream by stream", panels, columns, rows, notes, names, stacked=True)
 
 
 def _said(entry: Entry) -> str:

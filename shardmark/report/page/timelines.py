@@ -30,7 +30,7 @@ def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Figure | No
     curves = {label: _thinned(figure(entry, "memory.curve")) for label, entry in shown.items()}
     peak = max(sum(moment.values()) for moments in curves.values() for moment in moments)
     kinds = [kind for kind in KINDS if any(moment.get(kind) for moments in curves.values() for moment in moments)]
-    notes = ["One step of the first rank, allocation by allocation; all rows have the same axes."]
+    notes = ["One step of the first rank from its beginning to its end, allocation by allocation; all rows have the same axes."]
     notes += [f"The first {MOST_PLOTS} of {len(found)} rows."] if len(found) > MOST_PLOTS else []
     near = device_bytes is not None and peak > NEAR * device_bytes
     if device_bytes is None:
@@ -47,12 +47,14 @@ def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Figure | No
     panels = [
         (
             f"{label}: {mib(max(sum(moment.values()) for moment in moments))} MiB at the peak",
-            _areas(moments, kinds, top, device_bytes if near else None, is_last=label == list(curves)[-1]),
+            _areas(moments, kinds, top, device_bytes if near else None),
         )
         for label, moments in curves.items()
     ]
     columns = ["row", "moment", *(f"{kind} MiB" for kind in kinds)]
-    return Figure("Memory by kind through the step", panels, columns, rows, notes)
+    numbered = [(KINDS.index(kind), kind) for kind in kinds]
+    title = "Memory by kind through the step"
+    return Figure(title, panels, columns, rows, notes, kinds=numbered, stacked=True)
 
 
 def _thinned(moments: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
@@ -62,26 +64,23 @@ def _thinned(moments: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]
     ]
 
 
-def _areas(
-    moments: Sequence[Mapping[str, float]], kinds: Sequence[str], top: float, size: float | None, is_last: bool
-) -> Chart:
-    """One row's areas up to `top` bytes; the last one has the legend."""
+def _areas(moments: Sequence[Mapping[str, float]], kinds: Sequence[str], top: float, size: float | None) -> Chart:
+    """One row's areas on an axis up to `top` bytes, and its peak as a point."""
     data = [
         {"moment": place / max(1, len(moments) - 1), "kind": kind, "order": order, "MiB": in_unit(moment.get(kind, 0), "B")}
         for place, moment in enumerate(moments)
         for order, kind in enumerate(kinds)
     ]
-    title = "the step, from beginning to end" if is_last else None
     y = alt.Y("MiB:Q", stack="zero", axis=alt.Axis(title="MiB", tickCount=4, minExtent=45))
     y = y.scale(domain=[0, in_unit(top, "B")], nice=False)
-    kind = color("kind", kinds, [SERIES[KINDS.index(kind)] for kind in kinds], symbolType="square", columns=3)
+    colours = color("kind", kinds, [SERIES[KINDS.index(kind)] for kind in kinds]).legend(None)
     areas = (
         chart(data)
         .mark_area(interpolate="step-after")
         .encode(
-            alt.X("moment:Q", axis=alt.Axis(title=title, labels=False, ticks=False, grid=False), scale=alt.Scale(nice=False)),
+            alt.X("moment:Q", axis=alt.Axis(title=None, labels=False, ticks=False, grid=False), scale=alt.Scale(nice=False)),
             y,
-            kind if is_last else kind.legend(None),
+            colours,
             alt.Order("order:Q"),
         )
     )
