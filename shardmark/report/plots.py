@@ -87,7 +87,7 @@ class Automatic:
             raise ValueError(f"no plot is called {self.name!r}, only {', '.join(AUTOMATIC)}")
 
 
-TIMES, MEMORY, PARTS, KERNELS, STREAMS, MEMORY_BY_KIND, STAGES = map(Automatic, AUTOMATIC)
+TIMES, MEMORY, TIME_BY_PART, TIME_BY_KERNEL, STREAMS, MEMORY_BY_KIND, MEMORY_BY_STAGE = map(Automatic, AUTOMATIC)
 
 Plot = Lines | Points | Automatic
 KINDS: dict[str, type[Plot]] = {kind.__name__: kind for kind in (Lines, Points, Automatic)}

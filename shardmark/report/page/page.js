@@ -112,10 +112,11 @@ function tell(mark) {
   if (!mark) return;
   tip.textContent = mark.dataset.tip.replaceAll(" | ", "\n");
   const box = mark.getBoundingClientRect();
-  const below = box.bottom + 8 + tip.offsetHeight < innerHeight;
-  const middle = box.left + Math.min(box.width, innerWidth) / 2;
-  tip.style.top = `${below ? box.bottom + 8 : Math.max(0, box.top - tip.offsetHeight - 8)}px`;
-  tip.style.left = `${Math.max(8, Math.min(innerWidth - tip.offsetWidth - 8, middle - tip.offsetWidth / 2))}px`;
+  const [width, height] = [tip.offsetWidth, tip.offsetHeight];
+  const beside = box.right + width + 16 < innerWidth;
+  const below = box.bottom + height + 8 < innerHeight ? box.bottom + 8 : box.top - height - 8;
+  tip.style.top = `${Math.max(0, beside ? Math.min(box.top, innerHeight - height) : below)}px`;
+  tip.style.left = `${beside ? box.right + 8 : Math.max(8, Math.min(box.left, innerWidth - width - 8))}px`;
 }
 
 document.addEventListener("mouseover", (event) => tell(event.target.closest("[data-tip]")));
