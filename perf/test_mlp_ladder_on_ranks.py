@@ -144,7 +144,7 @@ STAGES = ("model", "data_parallel", "to_empty", "init_weights")
             ours={f"memory after {stage}": f"memory.stages.{stage}.live" for stage in STAGES},
             units={f"memory after {stage}": "B" for stage in STAGES},
             published=published("simple_pytorch", "meta init"),
-        )
+        ),
     ],
 )
 @pytest.mark.cases(RANK_STAGES)

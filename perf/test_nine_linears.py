@@ -58,7 +58,7 @@ pytestmark = [
                 ours={"peak memory": "memory.peak"},
                 units={"peak memory": "B"},
                 published=published("odsc_fsdp", "MLP of 8 linears"),
-            )
+            ),
         ],
     ),
     pytest.mark.benchmark(min_rounds=7, max_time=0.2),

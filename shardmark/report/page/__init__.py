@@ -46,7 +46,10 @@ def page(runs: Runs, other: str | None = None) -> str:
     name, last = named[-1]
     alike = [(each, run) for each, run in named[:-1] if is_predicted(run) == is_predicted(last)]
     compared = [of_this_version(changes, each, run, last, each) for each, run in alike]
-    steps = [of_this_version(changes, before, older, newer, before) for (before, older), (_, newer) in pairwise([*alike, (name, last)])]
+    steps = [
+        of_this_version(changes, before, older, newer, before)
+        for (before, older), (_, newer) in pairwise([*alike, (name, last)])
+    ]
     predictions = [
         (each, of_this_version(beside, each, *((run, last) if is_predicted(run) else (last, run))))
         for each, run in named[:-1]
@@ -101,7 +104,12 @@ def _rendered(template: str, **values: Any) -> str:
     def svg(figure: Figure, anchor: str) -> list[dict[str, Any]]:
         """Each panel as {heading, svg}."""
         return [
-            {"heading": heading, "svg": Markup(draw(panel, f"{anchor}.{place}", _title(figure, heading), _described(figure), figure.names))}
+            {
+                "heading": heading,
+                "svg": Markup(
+                    draw(panel, f"{anchor}.{place}", _title(figure, heading), _described(figure), figure.names)
+                ),
+            }
             for place, (heading, panel) in enumerate(figure.panels)
         ]
 

@@ -58,7 +58,12 @@ def _at_peak(entry: Entry) -> dict[str, float]:
 
 
 def _memory_bar(
-    name: str, entry: Entry, amounts: Mapping[str, float], numbers: Mapping[str, int], longest: float, anchors: Mapping[str, str]
+    name: str,
+    entry: Entry,
+    amounts: Mapping[str, float],
+    numbers: Mapping[str, int],
+    longest: float,
+    anchors: Mapping[str, str],
 ) -> Bar:
     budget = number(entry, "memory.budget")
     text = " of ".join(filter(None, [cell("tensors MiB", entry), cell("budget MiB", entry)])) + " MiB"
@@ -81,14 +86,21 @@ def after_stages(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Iterat
     named = [*zip(labels(shown), shown, strict=True)]
     for key, word in _HELD.items():
         held = {
-            name: [(label, entry, nbytes) for label, entry in named if (nbytes := number(entry, f"memory.stages.{name}.{key}")) is not None]
+            name: [
+                (label, entry, nbytes)
+                for label, entry in named
+                if (nbytes := number(entry, f"memory.stages.{name}.{key}")) is not None
+            ]
             for name in stages
         }
         longest = max((nbytes for rows in held.values() for *_, nbytes in rows), default=0.0)
         if not longest:
             continue
         groups = [
-            (name.replace("_", " "), [_stage_bar(*row, longest, name if key == "live" else None, anchors) for row in rows])
+            (
+                name.replace("_", " "),
+                [_stage_bar(*row, longest, name if key == "live" else None, anchors) for row in rows],
+            )
             for name, rows in held.items()
             if rows
         ]
@@ -111,7 +123,10 @@ def time_by_part(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Bars |
     notes = ["Mean of each part over rounds and ranks; communication is what the step waits for.", OWN_SCALE]
     shown = first([each for each in entries if len(set(PARTS) & _parts(each).keys()) > 1], notes)
     groups = [
-        (heading, [(name, entry, {part: finite(_parts(entry).get(part)) or 0.0 for part in PARTS}) for name, entry in named])
+        (
+            heading,
+            [(name, entry, {part: finite(_parts(entry).get(part)) or 0.0 for part in PARTS}) for name, entry in named],
+        )
         for heading, named in by_case(shown)
     ]
     return _times("Where the step's time goes", PARTS, groups, notes, anchors) if shown else None
@@ -153,7 +168,9 @@ def _times(
             said = " | ".join(f"{kind} {ms(each)} ms" for kind, each in seconds.items() if each)
             shares = ", ".join(f"{kind} {100 * each / sum(seconds.values()):.0f}%" for kind, each in _largest(seconds))
             parts = [(kinds.index(kind), _percent(each, longest)) for kind, each in seconds.items() if each]
-            bars.append(Bar(name, anchors[entry["fullname"]], parts, None, shares, f"{heading} {name} | {said}".strip()))
+            bars.append(
+                Bar(name, anchors[entry["fullname"]], parts, None, shares, f"{heading} {name} | {said}".strip())
+            )
         shown.append((heading, bars))
     present = [kind for kind in kinds if any(seconds[kind] for _, rows in groups for *_, seconds in rows)]
     return Bars(title, [(kinds.index(kind), kind) for kind in present], shown, "", notes)
@@ -170,5 +187,3 @@ def _parts(entry: Entry) -> Entry:
 
 def _percent(amount: float, longest: float) -> float:
     return round(100 * amount / longest, 3) if longest else 0.0
-
-

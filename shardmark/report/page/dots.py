@@ -46,7 +46,7 @@ def times(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Dots | None:
     if len(spans) < 2:
         return None
     scale = Scale.around(spans)
-    if any(span.low < scale.low or span.high > scale.high for span in spans if 0 < span.low and span.high < math.inf):
+    if any(span.low < scale.low or span.high > scale.high for span in spans if span.low > 0 and span.high < math.inf):
         notes.append("An interval that reaches the edge goes on beyond it.")
     shown = [
         (heading, [_dot(each, scale, anchors) for each in sorted(group, key=lambda each: each[3].mid)])
@@ -118,7 +118,7 @@ class Scale:
 
 def _dot(placed: Placed, scale: Scale, anchors: Mapping[str, str]) -> Dot:
     entry, name, kind, span = placed
-    known = kind not in ("peer", "apart") and 0 < span.low and span.high < math.inf
+    known = kind not in ("peer", "apart") and span.low > 0 and span.high < math.inf
     ends = (scale.place(span.low), scale.place(span.high)) if known else None
     if entry is None:
         return Dot(name, "", kind, scale.place(1.0), None, ("", ""), f"{name}: the peer, without a row of its own")

@@ -1,4 +1,4 @@
-"""Plots of the page: in HTML (points and bars on an axis, which wrap on a phone) or by Vega-Lite (lines over a size)."""
+"""Plots of the page: points and bars in HTML, which wrap on a phone, and lines and areas by Vega-Lite."""
 
 from __future__ import annotations
 

@@ -46,7 +46,6 @@ class Past:
     """A row's history."""
 
     name: str
-    test: str
     ratio: Trace | None
     memory: Trace | None
     """None if its bytes are the same in all runs."""
@@ -61,31 +60,36 @@ def history(runs: Sequence[tuple[str, Entry]], steps: Sequence[Changes]) -> list
     """
     found = [{entry["fullname"]: entry for entry in entries_of(run)} for _, run in runs]
     names = [name for name, _ in runs]
+    changed: dict[str, list[tuple[int, str, str, str]]] = {}
+    for place, step in enumerate(steps, start=1):
+        for outcome, test, kind, said in step.rows:
+            if outcome != OPEN:
+                changed.setdefault(test, []).append((place, kind, "better" if outcome == BETTER else "worse", said))
     pasts = []
     for test, entry in found[-1].items():
         rows = [each.get(test) for each in found]
-        if sum(row is not None for row in rows) < 2:
-            continue
-        kinds: dict[str, dict[int, str]] = {"time": {}, "memory": {}}
-        changed = []
-        for place, step in enumerate(steps, start=1):
-            for outcome, _, kind, said in (row for row in step.rows if row[1] == test and row[0] != OPEN):
-                kinds.setdefault(kind, {})[place] = "better" if outcome == BETTER else "worse"
-                changed.append(f"{names[place]}: {kind} {said}")
-        memory = [None if row is None else number(row, "memory.tensors") for row in rows]
-        row = entry["extra_info"]
-        pasts.append(
-            Past(
-                f"{row['implementation']} · {row['case']['id']}",
-                test,
-                _trace(names, [_ratio(each) for each in rows], _said(rows, "ratio to peer", ""), kinds["time"]),
-                _trace(names, [each and (each, each, each) for each in memory], _said(rows, "tensors MiB", " MiB"), kinds["memory"])
-                if len({each for each in memory if each is not None}) > 1
-                else None,
-                changed,
+        if sum(row is not None for row in rows) > 1:
+            mine = changed.get(test, [])
+            marked = {kind: {place: how for place, of, how, _ in mine if of == kind} for kind in ("time", "memory")}
+            row = entry["extra_info"]
+            pasts.append(
+                Past(
+                    f"{row['implementation']} · {row['case']['id']}",
+                    _trace(names, [_ratio(each) for each in rows], _said(rows, "ratio to peer", ""), marked["time"]),
+                    _memory(names, rows, marked["memory"]),
+                    [f"{names[place]}: {kind} {said}" for place, kind, _, said in mine],
+                )
             )
-        )
     return sorted(pasts, key=lambda past: not past.changed)
+
+
+def _memory(names: Sequence[str], rows: Sequence[Entry | None], changes: dict[int, str]) -> Trace | None:
+    """The tensors at the peak; None if they are the same bytes in all runs."""
+    known = [None if row is None else number(row, "memory.tensors") for row in rows]
+    if len({each for each in known if each is not None}) < 2:
+        return None
+    spans = [None if each is None else (each, each, each) for each in known]
+    return _trace(names, spans, _said(rows, "tensors MiB", " MiB"), changes)
 
 
 def _ratio(entry: Entry | None) -> tuple[float, float, float] | None:

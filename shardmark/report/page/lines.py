@@ -137,9 +137,7 @@ class _Panel:
                     break
             else:
                 groups.append([name])
-        return {
-            name: (place, len(group)) for group in groups if len(group) > 1 for place, name in enumerate(group)
-        }
+        return {name: (place, len(group)) for group in groups if len(group) > 1 for place, name in enumerate(group)}
 
     def _pixel(self, value: float) -> float:
         """Pixels from the bottom."""

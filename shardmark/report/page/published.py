@@ -56,7 +56,7 @@ def points(plot: Points, entries: Sequence[Entry]) -> Drawn:
     ]
     sources = dict.fromkeys(each.source for each in plot.published)
     notes.append(f"Hollow: published by {', '.join(sources)}, on hardware and in sizes of their own.")
-    return Figure(plot.title, panels, columns, rows, notes, shown)
+    return Figure(plot.title, panels, columns, rows, notes, shown, stacked=True)
 
 
 def _tip(each: dict[str, Any], plot: Points) -> str:

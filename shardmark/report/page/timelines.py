@@ -30,7 +30,9 @@ def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Figure | No
     curves = {label: _thinned(figure(entry, "memory.curve")) for label, entry in shown.items()}
     peak = max(sum(moment.values()) for moments in curves.values() for moment in moments)
     kinds = [kind for kind in KINDS if any(moment.get(kind) for moments in curves.values() for moment in moments)]
-    notes = ["One step of the first rank from its beginning to its end, allocation by allocation; all rows have the same axes."]
+    notes = [
+        "One step of the first rank, allocation by allocation, from its beginning to its end; the axes are the same."
+    ]
     notes += [f"The first {MOST_PLOTS} of {len(found)} rows."] if len(found) > MOST_PLOTS else []
     near = device_bytes is not None and peak > NEAR * device_bytes
     if device_bytes is None:
@@ -67,7 +69,12 @@ def _thinned(moments: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]
 def _areas(moments: Sequence[Mapping[str, float]], kinds: Sequence[str], top: float, size: float | None) -> Chart:
     """One row's areas on an axis up to `top` bytes, and its peak as a point."""
     data = [
-        {"moment": place / max(1, len(moments) - 1), "kind": kind, "order": order, "MiB": in_unit(moment.get(kind, 0), "B")}
+        {
+            "moment": place / max(1, len(moments) - 1),
+            "kind": kind,
+            "order": order,
+            "MiB": in_unit(moment.get(kind, 0), "B"),
+        }
         for place, moment in enumerate(moments)
         for order, kind in enumerate(kinds)
     ]
@@ -78,7 +85,11 @@ def _areas(moments: Sequence[Mapping[str, float]], kinds: Sequence[str], top: fl
         chart(data)
         .mark_area(interpolate="step-after")
         .encode(
-            alt.X("moment:Q", axis=alt.Axis(title=None, labels=False, ticks=False, grid=False), scale=alt.Scale(nice=False)),
+            alt.X(
+                "moment:Q",
+                axis=alt.Axis(title=None, labels=False, ticks=False, grid=False),
+                scale=alt.Scale(nice=False),
+            ),
             y,
             colours,
             alt.Order("order:Q"),
