@@ -52,7 +52,7 @@ def times(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Dots | None:
         (heading, [_dot(each, scale, anchors) for each in sorted(group, key=lambda each: each[3].mid)])
         for heading, group in groups
     ]
-    marks = [(scale.place(each), f"{each:g}") for each in ticks((scale.low, scale.high)) if scale.holds(each)]
+    marks = [(scale.place(each), f"{each:g}") for each in ticks((scale.low, scale.high))]
     return Dots(title, shown, marks, scale.place(1.0) if axis != "ms" else None, axis, notes)
 
 
@@ -111,9 +111,6 @@ class Scale:
         """A figure's place on the axis; one beyond it is at its end."""
         within = min(max(value, self.low), self.high)
         return round(100 * math.log(within / self.low) / math.log(self.high / self.low), 3)
-
-    def holds(self, value: float) -> bool:
-        return self.low <= value <= self.high
 
 
 def _dot(placed: Placed, scale: Scale, anchors: Mapping[str, str]) -> Dot:

@@ -185,7 +185,7 @@ def titled(title: str, unit: str) -> str:
 
 
 def ticks(values: Iterable[float]) -> list[float]:
-    """Ticks of a logarithmic axis: powers of ten; over fewer than three of them, also 2 and 5 times each; over less
+    """Ticks of a logarithmic axis between its ends: powers of ten; over fewer than three of them, also 2 and 5 times each; over less
     than a factor of four, equal steps."""
     known = [value for value in values if value > 0]
     low, high = min(known), max(known)
@@ -193,7 +193,9 @@ def ticks(values: Iterable[float]) -> list[float]:
         rough = (high - low or high) / 4
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
-        return [round(n * step, 12) for n in range(math.floor(low / step), math.ceil(high / step) + 1) if n]
-    start, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    steps = (1, 2, 5) if last - start < 3 else (1,)
-    return [step * 10.0**power for power in range(start, last + 1) for step in steps]
+        found = [round(n * step, 12) for n in range(math.floor(low / step), math.ceil(high / step) + 1) if n]
+    else:
+        start, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        steps = (1, 2, 5) if last - start < 3 else (1,)
+        found = [step * 10.0**power for power in range(start, last + 1) for step in steps]
+    return [each for each in found if low <= each <= high]

@@ -177,7 +177,7 @@ class _Panel:
         x = alt.X("x:Q", scale=scale, axis=axis)
         y_axis = alt.Axis(title=titled(plot.y_title or plot.y, plot.unit), format=_FORMAT)
         if plot.log_y:
-            y_axis["values"] = [each for each in ticks(self.domain) if self.domain[0] <= each <= self.domain[1]]
+            y_axis["values"] = ticks(self.domain)
         y_scale = alt.Scale(type="log" if plot.log_y else "linear", domain=[*self.domain], nice=False)
         y = alt.Y("y:Q", scale=y_scale, axis=y_axis)
         layers: list[alt.Chart] = []
