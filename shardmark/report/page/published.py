@@ -72,7 +72,7 @@ def _panel(plot: Points, data: list[dict[str, Any]], metric: str, width: float) 
         title=titled(metric, plot.units[metric]),
         format=",.6~r",
         labelOverlap=True,
-        values=ticks(each["value"] for each in marks),
+        values=ticks(each["value"] * margin for each in marks for margin in (0.5, 2)),
     )
     base = chart(marks).encode(
         names_axis("name", names, width, domain=False, grid=True),
