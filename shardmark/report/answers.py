@@ -31,7 +31,7 @@ from shardmark.verdict.betting import FAIL, UNDECIDED
 
 Answer = Callable[[Sequence[Entry]], str | None]
 
-NO_ANSWER = "no answer"
+NO_ANSWER, NOT_MEASURED = "no answer", "not measured"
 
 NONE_SMALLER = "none smaller"
 NEAR = 0.99
@@ -61,6 +61,11 @@ def answered(entries: Sequence[Entry], how: Answer, failed: Collection[str] = ()
     if text is not None:
         return f"{text} ({missing})" if missing else text
     return f"{NO_ANSWER}: {missing or 'its rows do not say'}"
+
+
+def counted(entries: Sequence[Entry], failed: Collection[str]) -> list[Entry]:
+    """The entries that count: with times (in a simulation, with bytes), of tests that did not fail."""
+    return [entry for entry in entries if _left_out(entry, failed) is None]
 
 
 def _left_out(entry: Entry, failed: Collection[str]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardmark.report.answers import NO_ANSWER, Answer, answered, fastest_and_smallest
+from shardmark.report.answers import NO_ANSWER, NOT_MEASURED, Answer, answered, fastest_and_smallest
 from shardmark.report.outcomes import Outcomes, first_line
 from shardmark.report.plots import Plot, saved
 from shardmark.rows.columns import COLUMNS, DEFAULT, Column, Entry, among
@@ -72,7 +72,7 @@ class Question:
         if isinstance(self.answer, str) and self.tests & outcomes.passed:
             return self.answer
         why = outcomes.why_skipped(self.tests)
-        return None if why is None or why.startswith(NO_CASES) else f"not measured: {first_line(why)}"
+        return None if why is None or why.startswith(NO_CASES) else f"{NOT_MEASURED}: {first_line(why)}"
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
         """The lines under its table: the derivation, then those of the observers."""

@@ -6,6 +6,7 @@ str(fastest)                       # "bucketed or ddp 0.73x naive"
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -107,6 +108,24 @@ def implementation(entry: Entry) -> str:
 def who(entry: Entry) -> Who:
     """An entry's family and implementation."""
     return entry["extra_info"]["family"], implementation(entry)
+
+
+def same_case(entry: Entry) -> str:
+    """Equal for entries of one case and world size.
+
+    A case may name the implementation that runs it, and then so does its id; neither counts.
+    """
+    row = entry["extra_info"]
+    case = {name: value for name, value in row["case"].items() if value != row["implementation"]}
+    if len(case) < len(row["case"]):
+        del case["id"]
+    return json.dumps([case, row["world_size"]], sort_keys=True)
+
+
+def tensors(entry: Entry) -> int | None:
+    """Bytes of tensors at the peak; None where memory was not metered."""
+    found: int | None = entry["extra_info"]["memory"].get("tensors")
+    return found
 
 
 def has_several(case: Sequence[Entry]) -> bool:

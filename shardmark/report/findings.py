@@ -1,0 +1,187 @@
+"""The most telling comparisons of a run, each in a sentence, and what the run leaves undecided.
+
+A finding compares an implementation with the peer of its race, in one case: the time where the 95% interval of the
+ratio excludes 1, the memory where it differs by 5% or more. Its figures are the row's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardmark.report.answers import NO_ANSWER, NOT_MEASURED, counted
+from shardmark.report.questions import OTHERS
+from shardmark.report.ranking import implementation, same_case, tensors, who
+from shardmark.report.summary import Summary
+from shardmark.report.words import called, share, where
+from shardmark.rows.columns import Entry
+
+DIFFERS = 0.05
+"""Least relative difference of two peaks that is worth a sentence."""
+
+MOST_BARS = 5
+"""Most implementations in a finding's picture, its peer among them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A comparison of two implementations: a sentence, the question that it belongs to, and its picture."""
+
+    sentence: str
+    question: str
+    bars: tuple[tuple[str, float, float | None], ...]
+    """(implementation, time relative to the peer, memory relative to the peer): the peer first, with 1.0, then the one
+    that the sentence is about."""
+    weight: float
+    """Effect on time and memory together, in powers of two."""
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """An implementation beside a peer, in one case."""
+
+    mine: Entry
+    peer: Entry
+    is_raced: bool
+
+    @property
+    def time(self) -> float:
+        """The ratio of their times: the race's, otherwise the quotient of the medians."""
+        ratio: float | None = self.mine["extra_info"]["time"].get("ratio") if self.is_raced else None
+        quotient: float = self.mine["stats"]["median"] / self.peer["stats"]["median"]
+        return quotient if ratio is None else ratio
+
+    @property
+    def is_time_decided(self) -> bool:
+        """Whether the ratio's interval excludes 1."""
+        interval = self.mine["extra_info"]["time"].get("interval") if self.is_raced else None
+        return bool(interval) and not interval[0] <= 1 <= interval[1]
+
+    @property
+    def memory(self) -> float | None:
+        """The ratio of their tensors at the peak; None where one was not metered."""
+        mine, theirs = tensors(self.mine), tensors(self.peer)
+        return mine / theirs if mine is not None and theirs else None
+
+    @property
+    def is_memory_decided(self) -> bool:
+        return self.memory is not None and abs(self.memory - 1) >= DIFFERS
+
+    @property
+    def gain(self) -> float:
+        """Powers of two that it saves, of time and of memory together; negative where it costs more.
+
+        Time that may be saved does not count; time that may be lost does.
+        """
+        time = -math.log2(self.time) if self.is_time_decided or self.time > 1 else 0.0
+        return time - (math.log2(self.memory) if self.memory and self.is_memory_decided else 0.0)
+
+    @property
+    def subject(self) -> tuple[str, str, str]:
+        """Family, implementation and peer: two findings with one subject say much the same."""
+        return self.mine["extra_info"]["family"], implementation(self.mine), implementation(self.peer)
+
+
+def findings(summary: Summary, most: int = 8) -> list[Finding]:
+    """At most `most` findings, the most telling first: one a question, and one of each family before a second of any."""
+    best: list[tuple[_Pair, Finding]] = []
+    for text, entries in _by_question(summary):
+        decided = [pair for pair in _pairs(entries) if pair.is_time_decided or pair.is_memory_decided]
+        if decided:
+            pair = max(decided, key=lambda each: each.gain)
+            if pair.gain <= 0:  # none saves anything: the one that shows best what the peer saves
+                pair = min(decided, key=lambda each: each.gain)
+            best.append((pair, Finding(_sentence(pair, entries), text, _bars(pair, entries), abs(pair.gain))))
+    best.sort(key=lambda each: -each[1].weight)
+    families: dict[str, Finding] = {}
+    subjects: dict[tuple[str, str, str], Finding] = {}
+    for pair, finding in best:
+        families.setdefault(pair.subject[0], finding)
+        subjects.setdefault(pair.subject, finding)
+    chosen = list(dict.fromkeys([*families.values(), *subjects.values()]))[:most]
+    return sorted(chosen, key=lambda each: -each.weight)
+
+
+def undecided(summary: Summary) -> list[str]:
+    """A sentence for each question that compares implementations and has no finding, or that was not measured."""
+    said = []
+    compared = dict(_by_question(summary))
+    for text, _, answer in summary.questions.answers(summary.entries, summary.outcomes):
+        pairs = _pairs(compared.get(text or OTHERS, []))
+        if answer.startswith((NOT_MEASURED, NO_ANSWER)):
+            said.append(f"{text or OTHERS} {answer[:1].upper()}{answer[1:]}.")
+        elif pairs and not any(pair.is_time_decided or pair.is_memory_decided for pair in pairs):
+            said.append(f"{text or OTHERS} Undecided: each interval includes 1, and no peak differs by {DIFFERS:.0%}.")
+    return said
+
+
+def verdict(summary: Summary) -> str:
+    """How the run ended, in one sentence."""
+    failed, passed, open_ = (len(getattr(summary.outcomes, each)) for each in ("failed", "passed", "undecided"))
+    ran = failed + passed + open_
+    if not ran:
+        return "No test ran to its end."
+    if failed:
+        return f"{failed} of {ran} tests failed."
+    if open_:
+        return f"No test failed, and {open_} of {ran} {'is' if open_ == 1 else 'are'} undecided."
+    return f"All {ran} tests passed: every budget was met."
+
+
+def _by_question(summary: Summary) -> Iterator[tuple[str, list[Entry]]]:
+    """Each question with the entries that count and have times."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in counted(summary.entries, summary.outcomes.failed):
+        if entry["stats"] is not None:
+            groups.setdefault(entry["group"] or OTHERS, []).append(entry)
+    yield from groups.items()
+
+
+def _pairs(entries: Sequence[Entry]) -> list[_Pair]:
+    """Each metered implementation of a question beside the peer of its race; without any race, beside the largest."""
+    cases: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if tensors(entry) is not None:
+            cases.setdefault(same_case(entry), []).append(entry)
+    raced = any(entry["extra_info"]["time"].get("ratio") is not None for entry in entries)
+    return [pair for case in cases.values() for pair in (_raced(case) if raced else _beside_the_largest(case))]
+
+
+def _raced(case: Sequence[Entry]) -> Iterator[_Pair]:
+    for mine in case:
+        row = mine["extra_info"]
+        peer = row["family"], row["time"].get("peer")
+        if row["time"].get("ratio") is not None:
+            yield from [_Pair(mine, each, True) for each in case if who(each) == peer][:1]
+
+
+def _beside_the_largest(case: Sequence[Entry]) -> Iterator[_Pair]:
+    largest = max(case, key=lambda each: tensors(each) or 0)
+    yield from (_Pair(mine, largest, False) for mine in case if mine is not largest)
+
+
+def _sentence(pair: _Pair, entries: Sequence[Entry]) -> str:
+    """As in "At 2,048 tokens, SDPA takes 0.39 of the time and 0.079 of the memory of eager attention."."""
+    place, peer, memory = where(pair.mine, entries), called(pair.peer), pair.memory
+    name = called(pair.mine)
+    takes = "is predicted to take" if pair.mine["extra_info"].get("simulated") else "takes"
+    start = f"{place}, {name} {takes}" if place else f"{name[:1].upper()}{name[1:]} {takes}"
+    less = share(memory, "memory") if memory is not None else ""
+    if not pair.is_time_decided:
+        return (
+            f"{start} {less} of {peer}; {'which is faster is undecided' if pair.is_raced else 'they were not raced'}."
+        )
+    time = share(pair.time, "time")
+    if pair.is_memory_decided:
+        return f"{start} {time} and {less} of {peer}."
+    alike = "" if memory is None else " in the same memory" if memory == 1 else " in about the same memory"
+    return f"{start} {time} of {peer}{',' * bool(alike)}{alike}."
+
+
+def _bars(pair: _Pair, entries: Sequence[Entry]) -> tuple[tuple[str, float, float | None], ...]:
+    """The peer, the implementation, and the fastest of the others beside the same peer."""
+    others = [each for each in _pairs(entries) if each.peer is pair.peer and each.mine is not pair.mine]
+    shown = [pair, *sorted(others, key=lambda each: each.time)]
+    bars = [(implementation(each.mine), each.time, each.memory) for each in shown]
+    return (implementation(pair.peer), 1.0, 1.0), *bars[: MOST_BARS - 1]
