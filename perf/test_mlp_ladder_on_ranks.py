@@ -21,7 +21,7 @@ from shardmark.meter.memory import meter, release
 from shardmark.meter.plan import Identity, Measured
 from shardmark.plugin.measure import Measure, memory_budget
 from shardmark.ranks.world import World
-from shardmark.report.observed_answers import fastest_and_smallest_rung, held_while_made
+from shardmark.report.observed_answers import held_while_made
 from shardmark.report.plots import Points
 from shardmark.rows.observers import Compile, Stages
 
@@ -94,7 +94,6 @@ def on_ranks(
     "What does each rung of the ladder change on ranks?",
     short="ladder on ranks",
     columns=["case", "implementation", "time ms", "compile s", "tokens/s", "tensors MiB", "verdict"],
-    answer=fastest_and_smallest_rung,
     plots=[
         Points(
             "The rungs on ranks, ours and as published",

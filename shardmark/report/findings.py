@@ -55,8 +55,8 @@ class _Pair:
     @property
     def is_time_decided(self) -> bool:
         """Whether the ratio's interval excludes 1."""
-        interval = self.mine["extra_info"]["time"].get("interval") if self.is_raced else None
-        return bool(interval) and not interval[0] <= 1 <= interval[1]
+        low, high = (self.is_raced and self.mine["extra_info"]["time"].get("interval")) or (0.0, math.inf)
+        return bool(high < 1 or low > 1)
 
     @property
     def memory(self) -> float | None:
@@ -84,7 +84,7 @@ class _Pair:
 
 
 def findings(summary: Summary, most: int = 8) -> list[Finding]:
-    """At most `most` findings, the most telling first: one a question, and one of each family before a second of any."""
+    """At most `most` findings, the most telling first: one a question, and of each family one before any second."""
     best: list[tuple[_Pair, Finding]] = []
     for text, entries in _by_question(summary):
         decided = [pair for pair in _pairs(entries) if pair.is_time_decided or pair.is_memory_decided]
@@ -139,13 +139,18 @@ def _by_question(summary: Summary) -> Iterator[tuple[str, list[Entry]]]:
 
 
 def _pairs(entries: Sequence[Entry]) -> list[_Pair]:
-    """Each metered implementation of a question beside the peer of its race; without any race, beside the largest."""
+    """Each metered implementation of a question beside the peer of its race.
+
+    Without any race, each beside the one with most memory, in the case of most implementations.
+    """
     cases: dict[str, list[Entry]] = {}
     for entry in entries:
         if tensors(entry) is not None:
             cases.setdefault(same_case(entry), []).append(entry)
     raced = any(entry["extra_info"]["time"].get("ratio") is not None for entry in entries)
-    return [pair for case in cases.values() for pair in (_raced(case) if raced else _beside_the_largest(case))]
+    if raced or not cases:
+        return [pair for case in cases.values() for pair in _raced(case)]
+    return [*_beside_the_largest(max(cases.values(), key=len))]
 
 
 def _raced(case: Sequence[Entry]) -> Iterator[_Pair]:
@@ -169,9 +174,8 @@ def _sentence(pair: _Pair, entries: Sequence[Entry]) -> str:
     start = f"{place}, {name} {takes}" if place else f"{name[:1].upper()}{name[1:]} {takes}"
     less = share(memory, "memory") if memory is not None else ""
     if not pair.is_time_decided:
-        return (
-            f"{start} {less} of {peer}; {'which is faster is undecided' if pair.is_raced else 'they were not raced'}."
-        )
+        time = "which is faster is undecided" if pair.is_raced else "their times were not raced"
+        return f"{start} {less} of {peer}; {time}."
     time = share(pair.time, "time")
     if pair.is_memory_decided:
         return f"{start} {time} and {less} of {peer}."

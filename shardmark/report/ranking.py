@@ -1,7 +1,7 @@
 """Which implementation is fastest: each one's time as a ratio to one common peer's, with its interval.
 
-fastest = fastest_of(entries)      # of one case
-str(fastest)                       # "bucketed or ddp 0.73x naive"
+fastest = fastest_of(largest_case(entries))
+fastest.time, fastest.rivals
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardmark.rows.columns import Entry
-from shardmark.verdict.betting import UNDECIDED
 
 Who = tuple[str, str]
 """(family, implementation): two families may use the same name."""
@@ -51,22 +50,6 @@ class Span:
 ONE = Span(1.0, 1.0, 1.0)
 
 
-def times(ratio: float) -> str:
-    """A ratio in two digits or so: 0.73x, 12x."""
-    return f"{ratio:.2f}x" if 0.095 <= ratio < 9.95 else f"{ratio:.2g}x" if ratio < 100 else f"{ratio:,.0f}x"
-
-
-def milliseconds(seconds: float) -> str:
-    """Milliseconds in three digits."""
-    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
-
-
-def beside(ratio: Span, what: str) -> str:
-    """As in "0.73x naive"; marked undecided if the span includes 1."""
-    text = f"{times(ratio.mid)} {what}"
-    return text if ratio.is_decided else f"{text} ({UNDECIDED})"
-
-
 @dataclass(frozen=True)
 class Fastest:
     """The fastest implementation, and its rivals: those whose intervals overlap its own."""
@@ -75,19 +58,9 @@ class Fastest:
     time: Span
     """Ratio to the peer; without a peer, seconds."""
     peer: Who | None
-    rivals: tuple[str, ...]
+    rivals: tuple[Entry, ...]
     slower: int
     """How many are slower for certain."""
-
-    def __str__(self) -> str:
-        name, is_open = implementation(self.entry), bool(self.rivals) and not self.slower
-        if self.rivals and self.slower:
-            name += f" or {self.rivals[0] if len(self.rivals) == 1 else f'{len(self.rivals)} others'}"
-        if self.peer is None or self.peer == who(self.entry):
-            figure = milliseconds(self.entry["stats"]["median"]) + (f" ({UNDECIDED})" if is_open else "")
-        else:
-            figure = beside(replace(self.time, high=math.inf) if is_open else self.time, self.peer[1])
-        return f"{name} {figure}"
 
 
 def fastest_of(case: Sequence[Entry]) -> Fastest:
@@ -95,7 +68,7 @@ def fastest_of(case: Sequence[Entry]) -> Fastest:
     peer = peer_of(case)
     first = _first(case)
     (best, time), *others = sorted(relative_times(case, peer).items(), key=lambda item: item[1].mid)
-    rivals = tuple(other[1] for other, theirs in others if theirs.low <= time.high)
+    rivals = tuple(first[other] for other, theirs in others if theirs.low <= time.high)
     return Fastest(first[best], time, peer, rivals, len(others) - len(rivals))
 
 
@@ -120,6 +93,20 @@ def same_case(entry: Entry) -> str:
     if len(case) < len(row["case"]):
         del case["id"]
     return json.dumps([case, row["world_size"]], sort_keys=True)
+
+
+def largest_case(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries of the case and world size with most work; those with several implementations come first."""
+    cases: dict[str, list[Entry]] = {}
+    for entry in entries:
+        cases.setdefault(same_case(entry), []).append(entry)
+    several = [case for case in cases.values() if has_several(case)]
+    return max(several or list(cases.values()), key=lambda case: (_work(case[0]), len(case)))
+
+
+def _work(entry: Entry) -> tuple[float, float, int]:
+    work = entry["extra_info"]["work"]
+    return work.get("flops", 0), work.get("bytes_moved", 0), entry["extra_info"]["world_size"]
 
 
 def tensors(entry: Entry) -> int | None:

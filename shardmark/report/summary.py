@@ -13,7 +13,7 @@ from typing import Any
 from shardmark.meter.disturbances import NOTED, WAITED
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.questions import Questions
-from shardmark.report.ranking import times
+from shardmark.report.words import share
 from shardmark.rows.columns import Entry, goal_outcomes
 from shardmark.rows.reader import entries_of
 from shardmark.verdict.betting import FAIL, MISSED, REACHED, UNDECIDED
@@ -97,7 +97,7 @@ class Summary:
         for entry in self.entries:
             time, limit = entry["extra_info"]["time"], entry["extra_info"]["limit"]
             if time.get("outcome") == MISSED:
-                yield self.name(entry["fullname"]), f"{times(time['ratio'])} {time['peer']}, goal {time['goal']:.3g}"
+                yield self.name(entry["fullname"]), f"{share(time['ratio'], 'time')} of {time['peer']}, goal {time['goal']:.3g}"
             for figure, goal in limit.get("goals", {}).items():
                 if goal["outcome"] == MISSED:
                     yield self.name(entry["fullname"]), f"{figure} {limit[figure]:.0%}, goal {goal['goal']:.0%}"

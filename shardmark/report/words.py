@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardmark.report.ranking import implementation
+from shardmark.report.ranking import Fastest, Span, implementation, of_peer, who
 from shardmark.rows.columns import Entry
 from shardmark.text import mib
 
@@ -44,6 +44,41 @@ def figure(ratio: float) -> str:
 def share(ratio: float, what: str) -> str:
     """As in "0.73 of the time" or "1.51 times the time"."""
     return f"{figure(ratio)} of the {what}" if ratio < 1 else f"{figure(ratio)} times the {what}"
+
+
+def beside(ratio: Span, peer: str) -> str:
+    """As in "0.73 of the time of eager attention"; says so if the span includes 1."""
+    text = f"{share(ratio.mid, 'time')} of {peer}"
+    return text if ratio.is_decided else f"{text}, which is undecided"
+
+
+def is_fastest(first: Fastest, case: Sequence[Entry]) -> str:
+    """As in "SDPA is fastest with 0.39 of the time of eager attention"; the case's rows name the peer."""
+    name, peer = called(first.entry), of_peer(case)
+    if first.peer is None or first.peer == who(first.entry):
+        took = milliseconds(first.entry["stats"]["median"])
+    else:
+        took = f"{share(first.time.mid, 'time')} of {first.peer[1] if peer is None else called(peer)}"
+    if first.rivals and not first.slower:
+        return f"which is fastest is undecided: {name} takes {took}, and the intervals of all overlap"
+    if len(first.rivals) == 1:
+        return f"{name} or {called(first.rivals[0])} is fastest: {name} takes {took}"
+    if first.rivals:
+        return f"{name} or one of {len(first.rivals)} others is fastest: {name} takes {took}"
+    if first.peer is None or first.peer == who(first.entry) or first.time.is_decided:
+        return f"{name} is fastest with {took}"
+    return f"{name} takes {took}, which is undecided"
+
+
+def sentence(place: str, text: str) -> str:
+    """The text with a place before it, a capital and a full stop."""
+    text = f"{place}, {text}" if place else text
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def milliseconds(seconds: float) -> str:
+    """Milliseconds in three digits."""
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
 def size(nbytes: int) -> str:

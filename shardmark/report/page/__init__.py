@@ -9,7 +9,6 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
-from shardmark.report.answers import LEGEND
 from shardmark.report.changes import changes
 from shardmark.report.outcomes import first_line
 from shardmark.report.page.figure import Figure
@@ -60,7 +59,6 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
         machines=[(name, _machine(run)) for name, run in named],
         name=named[-1][0],
         summary=summary,
-        legend=LEGEND,
         answers=_answers(summary),
         asked=[each.title for each in sections],
         first_line=first_line,
