@@ -1,7 +1,7 @@
 """Scaling accounted for: what a large model needs on how many devices, and when communication hides behind compute.
 
-Each part is a question with its answer in a sentence, the steps that lead there and a table; `perf/test_scaling_answers.py`
-holds them to brute force and puts them into the report. The document of all:
+Each part is a question with its answer in a sentence, the steps that lead there and a table.
+`perf/test_scaling_answers.py` holds them to brute force and puts them into the report. The document of all:
 
     python -m perf.scaling_answers > docs/scaling-answers.md
 """
@@ -66,8 +66,8 @@ def memory() -> Part:
     return Part(
         "What does a model of 126 blocks of two linears need?",
         "two linears",
-        f"Weights, gradients and Adam's state take {state / 1e12:.2f} TB, which is {cards[0]} cards of 80 GB; each token "
-        f"saves another {saved / 1e6:.2f} MB for backward.",
+        f"Weights, gradients and Adam's state take {state / 1e12:.2f} TB, which is {cards[0]} cards of 80 GB; each "
+        f"token saves another {saved / 1e6:.2f} MB for backward.",
         (
             f"Parameters: P = blocks × 2 × D × F = {model.blocks} × 2 × {model.dim} × {model.ffn_dim} = "
             f"{model.parameters:,}.",
@@ -125,8 +125,8 @@ def meeting() -> Part:
     return Part(
         "From which batch on does compute hide the communication of a forward pass?",
         "compute meets links",
-        f"Compute hides it from {tokens / MESH.devices:.1f} tokens a device on, {math.ceil(tokens):,} in total on X = 16 "
-        "by Y = 4 devices.",
+        f"Compute hides it from {tokens / MESH.devices:.1f} tokens a device on, {math.ceil(tokens):,} in total on "
+        "X = 16 by Y = 4 devices.",
         (
             f"C = 4.6e14 FLOP/s, W = 2e10 × 9 = 1.8e11 bytes/s, α = C / W = {MESH.intensity:,.1f} FLOPs a byte; "
             "X = 16, Y = 4, N = X Y = 64, M_X = 2, M_Y = 1; weights and activations in bfloat16, B tokens in total.",

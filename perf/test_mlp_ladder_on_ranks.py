@@ -148,7 +148,8 @@ STAGES = ("model", "data_parallel", "to_empty", "init_weights")
 @pytest.mark.cases(RANK_STAGES)
 def test_stages(case: RankRung, world: World, device: str, measure: Measure) -> None:
     implementation, case = on_ranks(case, world, device, peak_of_stages)
-    identity = Identity(implementation.family, implementation.name, case, device, world.size)
+    family, name = implementation.family, implementation.name
+    identity = Identity(family, name, case, device, world.size, called=implementation.called)
     memory, expected = memory_budget(implementation, case, device, SLACK), stages(case)
     ranks = measure.attempt(identity, memory, lambda: world.run(made, case, device))
     row = measure.record(identity, ranks, memory=memory, observe=[Stages(expected)])

@@ -34,7 +34,7 @@ class AttentionCase:
         """The case as sentences have it."""
         heads = "" if self.heads is None else f" with {self.heads} heads"
         mask = " under a causal mask" if self.is_causal else ""
-        return f"at {self.seq:,} tokens{heads}{mask}{'' if self.mode == 'both' else f' in {self.mode}'}"
+        return f"at {self.seq:,} tokens{heads}{mask}{'' if self.mode == 'both' else f' in the {self.mode} pass'}"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -30,5 +30,5 @@ class OptimizerCase:
         """The case as sentences have it."""
         dtype = "" if self.dtype == "float32" else f" in {self.dtype}"
         master = " with master weights" * self.master_weights
-        clipping = "" if self.clipping == "none" else f" clipped {self.clipping.replace('_', ' ')}"
+        clipping = "" if self.clipping == "none" else f", gradients clipped {self.clipping.replace('_', ' the ')}"
         return f"for the parameters of the {self.model} model{dtype}{master}{clipping}"

@@ -23,9 +23,9 @@ from shardmark.report.ranking import (
     tensors,
     time_beside,
 )
-from shardmark.report.words import beside, called, is_fastest, milliseconds, sentence, share, size, where
+from shardmark.report.words import OPEN, beside, called, figure, is_fastest, milliseconds, sentence, share, size, where
 from shardmark.rows.columns import Entry, goal_outcomes
-from shardmark.verdict.betting import FAIL, UNDECIDED
+from shardmark.verdict.betting import FAIL
 
 Answer = Callable[[Sequence[Entry]], str | None]
 
@@ -103,7 +103,7 @@ def saves(other: str | None = None) -> Answer:
         memory = share(_bytes(least) / _bytes(others[0]), "memory")
         time = time_beside(case, least, others[0])
         text = f"{mine} takes {memory} and {share(time.mid, 'time')} of {called(others[0])}"
-        return sentence(place, text if time.is_decided else f"{text}; which is faster is undecided")
+        return sentence(place, text if time.is_decided else f"{text}; {OPEN}")
 
     return answer
 
@@ -130,11 +130,11 @@ def most(value: Callable[[Entry], float | None], words: str) -> Answer:
     """The largest `value`, in words such as "{name} reaches {value:.0%} of the roofline"."""
 
     def answer(entries: Sequence[Entry]) -> str | None:
-        found = [(figure, entry) for entry in entries if (figure := value(entry)) is not None]
+        found = [(number, entry) for entry in entries if (number := value(entry)) is not None]
         if not found:
             return None
-        figure, entry = max(found, key=lambda each: each[0])
-        return sentence(where(entry, entries), words.format(name=called(entry), value=figure))
+        number, entry = max(found, key=lambda each: each[0])
+        return sentence(where(entry, entries), words.format(name=called(entry), value=number))
 
     return answer
 
@@ -159,8 +159,9 @@ def _smallest(case: Sequence[Entry], after: Entry) -> str | None:
     if peer is not None and _bytes(least) > NEAR * _bytes(peer):
         return f"none needs less memory than {called(peer)}"
     name = "it" if implementation(after) in names else called(least)
-    figure = size(_bytes(least)) if peer is None else f"{share(_bytes(least) / _bytes(peer), 'memory')} of {called(peer)}"
-    return f"{name} needs least memory, {figure}"
+    if peer is None:
+        return f"{name} needs least memory, {size(_bytes(least))}"
+    return f"{name} needs least memory, {figure(_bytes(least) / _bytes(peer))} of that of {called(peer)}"
 
 
 def _alone(entry: Entry) -> str:
@@ -168,7 +169,7 @@ def _alone(entry: Entry) -> str:
     row = entry["extra_info"]
     said = f"{called(entry)} takes {milliseconds(entry['stats']['median'])}"
     if row["time"].get("ratio"):
-        said += f", {beside(ratio_to_peer(entry, peer=None), row['time']['peer'])}"
+        said += f", {beside(ratio_to_peer(entry), row['time']['peer'])}"
     if (needed := tensors(entry)) is not None:
         said += f"; it needs {size(needed)}"
     return said

@@ -14,8 +14,9 @@ from shardmark.report.answers import NO_ANSWER, NOT_MEASURED, counted
 from shardmark.report.questions import OTHERS
 from shardmark.report.ranking import implementation, same_case, tensors, who
 from shardmark.report.summary import Summary
-from shardmark.report.words import called, share, where
+from shardmark.report.words import OPEN, called, share, where
 from shardmark.rows.columns import Entry
+from shardmark.verdict.betting import UNDECIDED
 
 DIFFERS = 0.05
 """Least relative difference of two peaks that is worth a sentence."""
@@ -42,15 +43,17 @@ class _Pair:
     """An implementation beside a peer, in one case."""
 
     mine: Entry
-    peer: Entry
+    peer: Entry | None
+    """None where the peer has no row in the case."""
     is_raced: bool
 
     @property
     def time(self) -> float:
         """The ratio of their times: the race's, otherwise the quotient of the medians."""
         ratio: float | None = self.mine["extra_info"]["time"].get("ratio") if self.is_raced else None
-        quotient: float = self.mine["stats"]["median"] / self.peer["stats"]["median"]
-        return quotient if ratio is None else ratio
+        if ratio is None and self.peer is not None:
+            ratio = self.mine["stats"]["median"] / self.peer["stats"]["median"]
+        return ratio or 1.0
 
     @property
     def is_time_decided(self) -> bool:
@@ -61,7 +64,7 @@ class _Pair:
     @property
     def memory(self) -> float | None:
         """The ratio of their tensors at the peak; None where one was not metered."""
-        mine, theirs = tensors(self.mine), tensors(self.peer)
+        mine, theirs = tensors(self.mine), None if self.peer is None else tensors(self.peer)
         return mine / theirs if mine is not None and theirs else None
 
     @property
@@ -80,7 +83,11 @@ class _Pair:
     @property
     def subject(self) -> tuple[str, str, str]:
         """Family, implementation and peer: two findings with one subject say much the same."""
-        return self.mine["extra_info"]["family"], implementation(self.mine), implementation(self.peer)
+        return self.mine["extra_info"]["family"], implementation(self.mine), self.peer_name
+
+    @property
+    def peer_name(self) -> str:
+        return implementation(self.peer) if self.peer is not None else str(self.mine["extra_info"]["time"]["peer"])
 
 
 def findings(summary: Summary, most: int = 8) -> list[Finding]:
@@ -104,16 +111,16 @@ def findings(summary: Summary, most: int = 8) -> list[Finding]:
 
 
 def undecided(summary: Summary) -> list[str]:
-    """A sentence for each question that compares implementations and has no finding, or that was not measured."""
-    said = []
-    compared = dict(_by_question(summary))
-    for text, _, answer in summary.questions.answers(summary.entries, summary.outcomes):
-        pairs = _pairs(compared.get(text or OTHERS, []))
-        if answer.startswith((NOT_MEASURED, NO_ANSWER)):
-            said.append(f"{text or OTHERS} {answer[:1].upper()}{answer[1:]}.")
-        elif pairs and not any(pair.is_time_decided or pair.is_memory_decided for pair in pairs):
-            said.append(f"{text or OTHERS} Undecided: each interval includes 1, and no peak differs by {DIFFERS:.0%}.")
-    return said
+    """A sentence for each question without a finding whose answer is undecided, or that was not measured."""
+    told = {each.question for each in findings(summary)}
+    said = [
+        (text or OTHERS, answer) for text, _, answer in summary.questions.answers(summary.entries, summary.outcomes)
+    ]
+    return [
+        f"{text} {answer}"
+        for text, answer in said
+        if text not in told and (UNDECIDED in answer or answer.startswith((NO_ANSWER, NOT_MEASURED)))
+    ]
 
 
 def verdict(summary: Summary) -> str:
@@ -158,7 +165,7 @@ def _raced(case: Sequence[Entry]) -> Iterator[_Pair]:
         row = mine["extra_info"]
         peer = row["family"], row["time"].get("peer")
         if row["time"].get("ratio") is not None:
-            yield from [_Pair(mine, each, True) for each in case if who(each) == peer][:1]
+            yield _Pair(mine, next((each for each in case if who(each) == peer), None), True)
 
 
 def _beside_the_largest(case: Sequence[Entry]) -> Iterator[_Pair]:
@@ -168,13 +175,13 @@ def _beside_the_largest(case: Sequence[Entry]) -> Iterator[_Pair]:
 
 def _sentence(pair: _Pair, entries: Sequence[Entry]) -> str:
     """As in "At 2,048 tokens, SDPA takes 0.39 of the time and 0.079 of the memory of eager attention."."""
-    place, peer, memory = where(pair.mine, entries), called(pair.peer), pair.memory
-    name = called(pair.mine)
+    place, name, memory = where(pair.mine, entries), called(pair.mine), pair.memory
+    peer = pair.peer_name if pair.peer is None else called(pair.peer)
     takes = "is predicted to take" if pair.mine["extra_info"].get("simulated") else "takes"
     start = f"{place}, {name} {takes}" if place else f"{name[:1].upper()}{name[1:]} {takes}"
     less = share(memory, "memory") if memory is not None else ""
     if not pair.is_time_decided:
-        time = "which is faster is undecided" if pair.is_raced else "their times were not raced"
+        time = OPEN if pair.is_raced else "their times were not raced"
         return f"{start} {less} of {peer}; {time}."
     time = share(pair.time, "time")
     if pair.is_memory_decided:
@@ -185,7 +192,8 @@ def _sentence(pair: _Pair, entries: Sequence[Entry]) -> str:
 
 def _bars(pair: _Pair, entries: Sequence[Entry]) -> tuple[tuple[str, float, float | None], ...]:
     """The peer, the implementation, and the fastest of the others beside the same peer."""
-    others = [each for each in _pairs(entries) if each.peer is pair.peer and each.mine is not pair.mine]
+    others = [each for each in _pairs(entries) if each.peer is not None and each.peer is pair.peer]
+    others = [each for each in others if each.mine is not pair.mine]
     shown = [pair, *sorted(others, key=lambda each: each.time)]
     bars = [(implementation(each.mine), each.time, each.memory) for each in shown]
-    return (implementation(pair.peer), 1.0, 1.0), *bars[: MOST_BARS - 1]
+    return (pair.peer_name, 1.0, None if pair.memory is None else 1.0), *bars[: MOST_BARS - 1]

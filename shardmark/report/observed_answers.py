@@ -8,7 +8,7 @@ from shardmark.api import MB
 from shardmark.meter.kernels import MATRIX_PRODUCT
 from shardmark.report.answers import Answer
 from shardmark.report.ranking import fastest_of, implementation, largest_case, median_seconds, time_beside
-from shardmark.report.words import beside, called, figure, is_fastest, sentence, share, where
+from shardmark.report.words import beside, called, figure, first_place, is_fastest, sentence, share, where
 from shardmark.rows.columns import Entry, Row
 from shardmark.text import mib
 
@@ -40,11 +40,8 @@ def fastest_by_collective(entries: Sequence[Entry]) -> str:
         kinds.setdefault(entry["extra_info"]["case"]["collective"], []).append(entry)
     winners: dict[str, list[str]] = {}
     for kind, own in kinds.items():
-        fastest = fastest_of(largest_case(own))
-        said = "which is fastest is undecided" if fastest.rivals else f"{called(fastest.entry)} is fastest"
-        winners.setdefault(said, []).append(kind.replace("_", "-"))
-    said = "; ".join(f"for {' and '.join(kinds)} {said}" for said, kinds in winners.items())
-    return sentence("", said)
+        winners.setdefault(first_place(fastest_of(largest_case(own))), []).append(kind.replace("_", "-"))
+    return sentence("", "; ".join(f"for {', '.join(kinds)} {said}" for said, kinds in winners.items()))
 
 
 def best_bucket(entries: Sequence[Entry]) -> str | None:
@@ -83,30 +80,28 @@ def held_while_made(entries: Sequence[Entry]) -> str | None:
 
 def who_trains(entries: Sequence[Entry]) -> str:
     """Which variants train (their loss falls), and how many bytes the others hold beside them."""
-    losses = {row["implementation"]: row["losses"] for row in rows(entries)}
-    held = {row["implementation"]: list(row["memory"]["stages"].values())[-1]["live"] for row in rows(entries)}
+    losses = {called(entry): entry["extra_info"]["losses"] for entry in entries}
+    held = {called(entry): [*entry["extra_info"]["memory"]["stages"].values()][-1]["live"] for entry in entries}
     falls = [name for name, values in losses.items() if values[-1] < values[0]]
     stays = [name for name in losses if name not in falls]
     if not stays or not falls:
         return f"The loss falls in {'all' if falls else 'none'} of {len(losses)} variants."
     more = share(max(held[name] for name in stays) / max(held[name] for name in falls), "memory")
-    return (
-        f"With the optimizer made {' and '.join(stays)} the loss does not fall, and a rank holds {more} of the others; "
-        f"the loss falls with {', '.join(falls)}."
+    return sentence(
+        "", f"the loss falls with {', '.join(falls)}; it stays with {', '.join(stays)}, and a rank holds {more} then"
     )
 
 
 def efficiencies(entries: Sequence[Entry]) -> str:
     """The best efficiency of strong and of weak scaling."""
-    best: dict[str, tuple[float, Entry]] = {}
+    best: dict[str, Entry] = {}
     for entry in entries:
-        kind, value = entry["extra_info"]["case"]["kind"], entry["extra_info"]["work"]["efficiency"]
-        if kind not in best or value > best[kind][0]:
-            best[kind] = value, entry
-    said = [
-        f"{kind} scaling to {entry['extra_info']['world_size']} ranks is at most {value:.0%} efficient, with {called(entry)}"
-        for kind, (value, entry) in best.items()
-    ]
+        kind = entry["extra_info"]["case"]["kind"]
+        best[kind] = max(best.get(kind, entry), entry, key=lambda each: each["extra_info"]["work"]["efficiency"])
+    said = []
+    for kind, entry in best.items():
+        ranks, best_share = entry["extra_info"]["world_size"], entry["extra_info"]["work"]["efficiency"]
+        said.append(f"{kind} scaling to {ranks} ranks is at most {best_share:.0%} efficient, with {called(entry)}")
     return sentence("", "; ".join(said))
 
 

@@ -18,7 +18,7 @@ Who = tuple[str, str]
 """(family, implementation): two families may use the same name."""
 
 ERRORS = 3.0
-"""Half-width of a median's span in standard errors, for ratios without an interval: machines drift."""
+"""Half-width of a median's span in standard errors: machines drift."""
 
 MEDIAN_ERROR = 0.93
 """Standard error of a median, in quartile ranges over the root of the rounds: 1.253 deviations of 0.741 ranges each,
@@ -67,9 +67,14 @@ def fastest_of(case: Sequence[Entry]) -> Fastest:
     """The fastest among the entries of one case."""
     peer = peer_of(case)
     first = _first(case)
-    (best, time), *others = sorted(relative_times(case, peer).items(), key=lambda item: item[1].mid)
-    rivals = tuple(first[other] for other, theirs in others if theirs.low <= time.high)
-    return Fastest(first[best], time, peer, rivals, len(others) - len(rivals))
+    spans = relative_times(case, peer)
+    best = min(spans, key=lambda each: (spans[each].high == math.inf, spans[each].mid))
+    rivals = [each for each in spans if each != best and spans[each].low <= spans[best].high]
+    slower = len(spans) - 1 - len(rivals)
+    if not slower:
+        best = min(spans, key=lambda each: spans[each].mid)
+        rivals = [each for each in spans if each != best]
+    return Fastest(first[best], spans[best], peer, tuple(first[each] for each in rivals), slower)
 
 
 def implementation(entry: Entry) -> str:
@@ -149,7 +154,7 @@ def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
     """Each implementation's time as a ratio to the peer's; without a peer, in seconds.
 
     Ratios measured in pairs are multiplied along the chain of races to the peer (A to B, B to the peer), and so are the
-    ends of their intervals. Without such a chain it is the ratio of the times.
+    ends of their intervals. Without such a chain it is the quotient of the times, which decides nothing.
     """
     first = _first(case)
     if peer is None:
@@ -163,37 +168,28 @@ def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
                 found[there] = found[here] * step
                 reached.append(there)
     if peer in first:
-        unit = median_seconds(first[peer]).inverse
-        found = {each: median_seconds(entry) * unit for each, entry in first.items()} | found
+        unit = first[peer]["stats"]["median"]
+        for each, entry in first.items():
+            found.setdefault(each, Span(0.0, entry["stats"]["median"] / unit, math.inf))
     return {each: found[each] for each in first if each in found}
 
 
 def _races(case: Sequence[Entry]) -> list[tuple[Who, Who, Span]]:
     """Each race: implementation, peer, and the ratio of their times."""
-    first, races = _first(case), []
+    races = []
     for entry in case:
         row = entry["extra_info"]
         if row["time"].get("ratio"):
             peer = row["family"], row["time"]["peer"]
-            races.append((who(entry), peer, ratio_to_peer(entry, first.get(peer))))
+            races.append((who(entry), peer, ratio_to_peer(entry)))
     return races
 
 
-def ratio_to_peer(entry: Entry, peer: Entry | None) -> Span:
-    """The time ratio of an entry that was raced, within its interval.
-
-    Too few rounds give no interval; then the span covers both the measured ratio and the ratio of the two entries' mean
-    times, so that a machine that drifts from row to row decides nothing.
-    """
+def ratio_to_peer(entry: Entry) -> Span:
+    """The time ratio of an entry that was raced, within its interval; too few rounds give none, and decide nothing."""
     time = entry["extra_info"]["time"]
-    ratio: float = time["ratio"]
-    if time["interval"]:
-        low, high = time["interval"]
-        return Span(low, ratio, high)
-    if peer is None:
-        return Span(0.0, ratio, math.inf)
-    medians = median_seconds(entry) * median_seconds(peer).inverse
-    return Span(min(medians.low, ratio), ratio, max(medians.high, ratio))
+    low, high = time["interval"] or (0.0, math.inf)
+    return Span(low, time["ratio"], high)
 
 
 def _first(case: Sequence[Entry]) -> dict[Who, Entry]:

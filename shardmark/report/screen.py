@@ -21,7 +21,7 @@ LEAST, MOST = 80, 120
 """Characters of a line: the terminal's width, within these limits."""
 
 LINES, BESIDE = 40, 3
-"""Most lines of a run's end; those that are not the screen's: the rule above it, pytest's last line, the page's path."""
+"""Most lines of a run's end, and those that are not the screen's: the rule above, pytest's last line, the page's path."""
 
 FOUND, FOUND_BESIDE_FAILURES = 8, 3
 """Most findings; fewer leave room for what failed."""
@@ -29,8 +29,10 @@ FOUND, FOUND_BESIDE_FAILURES = 8, 3
 MISSED_SHOWN = 3
 """Missed goals that are shown; the others are counted."""
 
-Styled = tuple[str, dict[str, Any]]
-RED, YELLOW, BOLD = {"red": True}, {"yellow": True}, {"bold": True}
+Style = dict[str, Any]
+Styled = tuple[str, Style]
+PLAIN: Style = {}
+RED, YELLOW, BOLD = ({color: True} for color in ("red", "yellow", "bold"))
 
 
 def screen_lines(summary: Summary, width: int, files: Sequence[Styled] = (), verbose: bool = False) -> list[Styled]:
@@ -42,16 +44,16 @@ def screen_lines(summary: Summary, width: int, files: Sequence[Styled] = (), ver
     lines = [*_head(summary, width), *_goals(summary, width, verbose), *_found(summary, width)]
     if verbose:
         lines += [*_undecided_tests(summary, width), *_answers(summary, width)]
-    lines += [("", {}), *_counted(summary, width, verbose), *files]
+    lines += [("", PLAIN), *_counted(summary, width, verbose), *files]
     return [*lines, *_failures(summary, width, None if verbose else LINES - BESIDE - len(lines))]
 
 
 def _head(summary: Summary, width: int) -> Iterator[Styled]:
+    yield from _wrapped(verdict(summary), width, style=BOLD | (RED if summary.outcomes.failed else PLAIN))
     yield from _wrapped(summary.where(), width)
     yield from _wrapped(summary.what(), width)
     if busy := summary.busy():
-        yield from _wrapped(busy, width, **YELLOW)
-    yield from _wrapped(verdict(summary), width, **BOLD, **(RED if summary.outcomes.failed else {}))
+        yield from _wrapped(busy, width, style=YELLOW)
 
 
 def _goals(summary: Summary, width: int, verbose: bool) -> Iterator[Styled]:
@@ -62,7 +64,7 @@ def _goals(summary: Summary, width: int, verbose: bool) -> Iterator[Styled]:
         for name, why in shown:
             yield from _wrapped(f"{name}: {why}", width, "  ")
         if len(missed) > len(shown):
-            yield f"  and {len(missed) - len(shown)} more", {}
+            yield f"  and {len(missed) - len(shown)} more", PLAIN
 
 
 def _found(summary: Summary, width: int) -> Iterator[Styled]:
@@ -75,20 +77,20 @@ def _found(summary: Summary, width: int) -> Iterator[Styled]:
         if entries and (text or OTHERS) not in told and not answer.startswith(without):
             said.append(f"{text or OTHERS.capitalize() + ':'} {answer}")
     if said:
-        yield "", {}
+        yield "", PLAIN
     for sentence in said[:most]:
         yield from _wrapped(sentence, width, "- ")
 
 
 def _undecided_tests(summary: Summary, width: int) -> Iterator[Styled]:
     for test, why in summary.outcomes.undecided.items():
-        yield from _wrapped(f"{UNDECIDED}: {summary.name(test)}: {first_line(why)}", width, **YELLOW)
+        yield from _wrapped(f"{UNDECIDED}: {summary.name(test)}: {first_line(why)}", width, style=YELLOW)
 
 
 def _answers(summary: Summary, width: int) -> Iterator[Styled]:
     for text, _, answer in summary.questions.answers(summary.entries, summary.outcomes):
-        yield "", {}
-        yield from _wrapped(text or OTHERS, width, **BOLD)
+        yield "", PLAIN
+        yield from _wrapped(text or OTHERS, width, style=BOLD)
         yield from _wrapped(answer, width, "  ")
 
 
@@ -106,21 +108,21 @@ def _failures(summary: Summary, width: int, room: int | None) -> Iterator[Styled
     shown: list[Styled] = []
     count = 0
     for test, why in failed.items():
-        lines = [*_wrapped(summary.name(test), width, **RED, **BOLD), *_wrapped(first_line(why), width, "  ", **RED)]
+        lines = [*_wrapped(summary.name(test), width, style=RED | BOLD), *_wrapped(first_line(why), width, "  ", RED)]
         if room is not None and count and len(shown) + len(lines) > room - 3:
             break
         shown += lines
         count += 1
     if failed:
-        yield "", {}
-        yield f"failed: {len(failed)}", {**RED, **BOLD}
+        yield "", PLAIN
+        yield f"failed: {len(failed)}", RED | BOLD
         yield from shown
     if len(failed) > count:
         yield f"and {len(failed) - count} more, which -v shows", RED
 
 
-def _wrapped(text: str, width: int, start: str = "", **style: Any) -> Iterator[Styled]:
-    """The text in lines of that width; what follows the first line is indented."""
+def _wrapped(text: str, width: int, start: str = "", style: Style = PLAIN) -> Iterator[Styled]:
+    """The text in lines of that width, indented after the first."""
     indent = " " * max(len(start), 2)
     lines = textwrap.wrap(printable(text), width, initial_indent=start, subsequent_indent=indent)
     return ((line, style) for line in lines)

@@ -97,7 +97,10 @@ class Summary:
         for entry in self.entries:
             time, limit = entry["extra_info"]["time"], entry["extra_info"]["limit"]
             if time.get("outcome") == MISSED:
-                yield self.name(entry["fullname"]), f"{share(time['ratio'], 'time')} of {time['peer']}, goal {time['goal']:.3g}"
+                yield (
+                    self.name(entry["fullname"]),
+                    f"{share(time['ratio'], 'time')} of {time['peer']}, goal {time['goal']:.3g}",
+                )
             for figure, goal in limit.get("goals", {}).items():
                 if goal["outcome"] == MISSED:
                     yield self.name(entry["fullname"]), f"{figure} {limit[figure]:.0%}, goal {goal['goal']:.0%}"

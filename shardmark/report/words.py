@@ -8,6 +8,8 @@ from shardmark.report.ranking import Fastest, Span, implementation, of_peer, who
 from shardmark.rows.columns import Entry
 from shardmark.text import mib
 
+OPEN = "which is faster is undecided"
+
 
 def called(entry: Entry) -> str:
     """The implementation in words, as it was registered; its name where it was registered without any."""
@@ -49,25 +51,30 @@ def share(ratio: float, what: str) -> str:
 def beside(ratio: Span, peer: str) -> str:
     """As in "0.73 of the time of eager attention"; says so if the span includes 1."""
     text = f"{share(ratio.mid, 'time')} of {peer}"
-    return text if ratio.is_decided else f"{text}, which is undecided"
+    return text if ratio.is_decided else f"{text}; {OPEN}"
+
+
+def first_place(first: Fastest) -> str:
+    """As in "SDPA or FlexAttention is fastest", or that it is undecided."""
+    if first.rivals and not first.slower:
+        return "which is fastest is undecided"
+    others = [called(first.rivals[0])] if len(first.rivals) == 1 else [f"one of {len(first.rivals)} others"]
+    return f"{' or '.join([called(first.entry), *(others if first.rivals else [])])} is fastest"
 
 
 def is_fastest(first: Fastest, case: Sequence[Entry]) -> str:
     """As in "SDPA is fastest with 0.39 of the time of eager attention"; the case's rows name the peer."""
     name, peer = called(first.entry), of_peer(case)
     if first.peer is None or first.peer == who(first.entry):
-        took = milliseconds(first.entry["stats"]["median"])
+        took, is_decided = milliseconds(first.entry["stats"]["median"]), True
     else:
         took = f"{share(first.time.mid, 'time')} of {first.peer[1] if peer is None else called(peer)}"
-    if first.rivals and not first.slower:
-        return f"which is fastest is undecided: {name} takes {took}, and the intervals of all overlap"
-    if len(first.rivals) == 1:
-        return f"{name} or {called(first.rivals[0])} is fastest: {name} takes {took}"
+        is_decided = first.time.is_decided
     if first.rivals:
-        return f"{name} or one of {len(first.rivals)} others is fastest: {name} takes {took}"
-    if first.peer is None or first.peer == who(first.entry) or first.time.is_decided:
-        return f"{name} is fastest with {took}"
-    return f"{name} takes {took}, which is undecided"
+        return (
+            f"{first_place(first)}: {name} takes {took}{'' if first.slower else ', and the intervals of all overlap'}"
+        )
+    return f"{name} is fastest with {took}" if is_decided else f"{name} takes {took}; {OPEN}"
 
 
 def sentence(place: str, text: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, is_dataclass
 from statistics import fmean, median
 from typing import Any, cast
 
-from shardmark.api.registry import FAMILIES, Race
+from shardmark.api.registry import Race
 from shardmark.api.work import Work
 from shardmark.meter.disturbances import disturbances
 from shardmark.meter.memory import Memory
@@ -48,15 +48,9 @@ def new_row(identity: Identity, scale: str, link: str | None) -> Row:
         "verdict": None,
         "why": None,
     }
-    if called := _called(identity):
-        row["called"] = called
+    if identity.called:
+        row["called"] = identity.called
     return row
-
-
-def _called(identity: Identity) -> str:
-    """The implementation in words; empty where it was registered without any, or not at all."""
-    known = FAMILIES[identity.family].implementations if identity.family in FAMILIES else {}
-    return known[identity.implementation].called if identity.implementation in known else ""
 
 
 def step_seconds(ranks: Sequence[Measured], name: str = IMPLEMENTATION) -> list[float]:
