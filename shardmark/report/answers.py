@@ -48,7 +48,7 @@ def answered(entries: Sequence[Entry], how: Answer, failed: Collection[str] = ()
     try:
         text = how(counting) if counting else None
     except Exception as error:
-        text = f"{NO_ANSWER}: {type(error).__name__}: {error}"
+        text = f"{NO_ANSWER}: {type(error).__name__}: {error}."
     if text is not None:
         return f"{text} Left out: {missing}." if missing else text
     return f"{NO_ANSWER}: {missing or 'its rows do not say'}."

@@ -1,7 +1,7 @@
 """The most telling comparisons of a run, each in a sentence, and what the run leaves undecided.
 
 A finding compares an implementation with the peer of its race, in one case: the time where the 95% interval of the
-ratio excludes 1, the memory where it differs by 5% or more. Its figures are the row's own.
+ratio excludes 1, and time or memory where it differs by 5% or more. Its figures are the row's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardmark.rows.columns import Entry
 from shardmark.verdict.betting import UNDECIDED
 
 DIFFERS = 0.05
-"""Least relative difference of two peaks that is worth a sentence."""
+"""Least relative difference of two times or two peaks that is worth a sentence."""
 
 MOST_BARS = 5
 """Most implementations in a finding's picture, its peer among them."""
@@ -62,13 +62,18 @@ class _Pair:
         return bool(high < 1 or low > 1)
 
     @property
+    def is_time_telling(self) -> bool:
+        """Whether the time is decided, and differs enough."""
+        return self.is_time_decided and abs(self.time - 1) >= DIFFERS
+
+    @property
     def memory(self) -> float | None:
         """The ratio of their tensors at the peak; None where one was not metered."""
         mine, theirs = tensors(self.mine), None if self.peer is None else tensors(self.peer)
         return mine / theirs if mine is not None and theirs else None
 
     @property
-    def is_memory_decided(self) -> bool:
+    def is_memory_telling(self) -> bool:
         return self.memory is not None and abs(self.memory - 1) >= DIFFERS
 
     @property
@@ -78,7 +83,7 @@ class _Pair:
         Time that may be saved does not count; time that may be lost does.
         """
         time = -math.log2(self.time) if self.is_time_decided or self.time > 1 else 0.0
-        return time - (math.log2(self.memory) if self.memory and self.is_memory_decided else 0.0)
+        return time - (math.log2(self.memory) if self.memory and self.is_memory_telling else 0.0)
 
     @property
     def subject(self) -> tuple[str, str, str]:
@@ -94,11 +99,11 @@ def findings(summary: Summary, most: int = 8) -> list[Finding]:
     """At most `most` findings, the most telling first: one a question, and of each family one before any second."""
     best: list[tuple[_Pair, Finding]] = []
     for text, entries in _by_question(summary):
-        decided = [pair for pair in _pairs(entries) if pair.is_time_decided or pair.is_memory_decided]
-        if decided:
-            pair = max(decided, key=lambda each: each.gain)
+        telling = [pair for pair in _pairs(entries) if pair.is_time_telling or pair.is_memory_telling]
+        if telling:
+            pair = max(telling, key=lambda each: each.gain)
             if pair.gain <= 0:  # none saves anything: the one that shows best what the peer saves
-                pair = min(decided, key=lambda each: each.gain)
+                pair = min(telling, key=lambda each: each.gain)
             best.append((pair, Finding(_sentence(pair, entries), text, _bars(pair, entries), abs(pair.gain))))
     best.sort(key=lambda each: -each[1].weight)
     families: dict[str, Finding] = {}
@@ -180,11 +185,13 @@ def _sentence(pair: _Pair, entries: Sequence[Entry]) -> str:
     takes = "is predicted to take" if pair.mine["extra_info"].get("simulated") else "takes"
     start = f"{place}, {name} {takes}" if place else f"{name[:1].upper()}{name[1:]} {takes}"
     less = share(memory, "memory") if memory is not None else ""
+    if pair.is_time_decided and not pair.is_time_telling:
+        return f"{start} {less} of {peer}, in about the same time."
     if not pair.is_time_decided:
         time = OPEN if pair.is_raced else "their times were not raced"
         return f"{start} {less} of {peer}; {time}."
     time = share(pair.time, "time")
-    if pair.is_memory_decided:
+    if pair.is_memory_telling:
         return f"{start} {time} and {less} of {peer}."
     alike = "" if memory is None else " in the same memory" if memory == 1 else " in about the same memory"
     return f"{start} {time} of {peer}{',' * bool(alike)}{alike}."

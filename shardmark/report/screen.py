@@ -21,7 +21,7 @@ LEAST, MOST = 80, 120
 """Characters of a line: the terminal's width, within these limits."""
 
 LINES, BESIDE = 40, 3
-"""Most lines of a run's end, and those that are not the screen's: the rule above, pytest's last line, the page's path."""
+"""Most lines of a run's end; the rule above the screen, pytest's last line and the page's path are among them."""
 
 FOUND, FOUND_BESIDE_FAILURES = 8, 3
 """Most findings; fewer leave room for what failed."""
