@@ -130,15 +130,18 @@ def undecided(summary: Summary) -> list[str]:
 
 def verdict(summary: Summary) -> str:
     """How the run ended, in one sentence."""
-    failed, passed, open_ = (len(getattr(summary.outcomes, each)) for each in ("failed", "passed", "undecided"))
+    outcomes = summary.outcomes
+    failed, passed, open_ = len(outcomes.failed), len(outcomes.passed), len(outcomes.undecided)
     ran = failed + passed + open_
-    if not ran:
-        return "No test ran to its end."
     if failed:
-        return f"{failed} of {ran} tests failed."
-    if open_:
-        return f"No test failed, and {open_} of {ran} {'is' if open_ == 1 else 'are'} undecided."
-    return f"All {ran} tests passed: every budget was met."
+        text = f"{failed} of {ran} tests failed."
+    elif open_:
+        text = f"No test failed, and {open_} of {ran} {'is' if open_ == 1 else 'are'} undecided."
+    elif passed:
+        text = f"{f'All {ran} tests' if ran > 1 else 'The only test'} passed: every budget was met."
+    else:
+        text = "No test ran to its end."
+    return text if outcomes.has_ended() else f"The run ended before its last test. So far: {text[:1].lower()}{text[1:]}"
 
 
 def _by_question(summary: Summary) -> Iterator[tuple[str, list[Entry]]]:

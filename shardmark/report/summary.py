@@ -41,7 +41,8 @@ class Summary:
         else:
             rows = {entry["fullname"]: entry["extra_info"] for entry in entries}
             failed = {test: row.get("why") or FAIL for test, row in rows.items() if row["verdict"] == FAIL}
-            outcomes = Outcomes(failed=failed)
+            passed = {entry["fullname"] for entry in entries if entry["stats"]} - failed.keys()
+            outcomes = Outcomes(passed, failed, collected=len(rows) + 1)  # one, at least, that it did not come to
         questions, date = Questions.of(output.get("questions", ())), str(output.get("datetime") or "")[:10]
         return cls(entries, questions, outcomes, output["machine_info"], date)
 

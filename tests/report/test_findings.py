@@ -158,7 +158,12 @@ def test_questions_that_are_undecided_or_not_measured_are_said() -> None:
         (Outcomes({"a", "b"}), "All 2 tests passed: every budget was met."),
         (Outcomes({"a"}, undecided={"b": "?"}), "No test failed, and 1 of 2 is undecided."),
         (Outcomes({"a"}, {"c": "boom"}, {"b": "?"}), "1 of 3 tests failed."),
-        (Outcomes(skipped={"a": "why"}), "No test ran to its end."),
+        (Outcomes(skipped={"a": "why"}, collected=1), "No test ran to its end."),
+        (Outcomes({"a"}, collected=1), "The only test passed: every budget was met."),
+        (
+            Outcomes({"a"}, collected=2),
+            "The run ended before its last test. So far: the only test passed: every budget was met.",
+        ),
     ],
 )
 def test_the_verdict_is_a_sentence(outcomes: Outcomes, said: str) -> None:
