@@ -141,7 +141,14 @@ def verdict(summary: Summary) -> str:
         text = f"{f'All {ran} tests' if ran > 1 else 'The only test'} passed: every budget was met."
     else:
         text = "No test ran to its end."
-    return text if outcomes.has_ended() else f"The run ended before its last test. So far: {text[:1].lower()}{text[1:]}"
+    if outcomes.has_ended() and summary.has_outcomes:
+        return text
+    why = (
+        "The run ended before its last test."
+        if summary.has_outcomes
+        else "The file has rows alone, and no tests' ends."
+    )
+    return f"{why} So far: {text[:1].lower()}{text[1:]}"
 
 
 def _by_question(summary: Summary) -> Iterator[tuple[str, list[Entry]]]:

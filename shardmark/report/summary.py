@@ -31,6 +31,8 @@ class Summary:
     outcomes: Outcomes
     machine: dict[str, Any]
     date: str = ""
+    has_outcomes: bool = True
+    """Whether it is known how each test ended; otherwise only of the rows."""
 
     @classmethod
     def of(cls, output: Entry) -> Summary:
@@ -42,9 +44,9 @@ class Summary:
             rows = {entry["fullname"]: entry["extra_info"] for entry in entries}
             failed = {test: row.get("why") or FAIL for test, row in rows.items() if row["verdict"] == FAIL}
             passed = {entry["fullname"] for entry in entries if entry["stats"]} - failed.keys()
-            outcomes = Outcomes(passed, failed, collected=len(rows) + 1)  # one, at least, that it did not come to
+            outcomes = Outcomes(passed, failed)
         questions, date = Questions.of(output.get("questions", ())), str(output.get("datetime") or "")[:10]
-        return cls(entries, questions, outcomes, output["machine_info"], date)
+        return cls(entries, questions, outcomes, output["machine_info"], date, "outcomes" in output)
 
     def where(self) -> str:
         """The machine in one line."""

@@ -35,7 +35,7 @@ def test_it_says_the_machine_what_failed_goals_and_answers_before_the_tables() -
     text = markdown([("out.json", run(quiet, reached, wrong, datetime="2026-11-22T10:00"))])
     parts = [
         "# What this run says",
-        "**The run ended before its last test. So far: 1 of 3 tests failed.**",
+        "**The file has rows alone, and no tests' ends. So far: 1 of 3 tests failed.**",
         "A processor, 2 cores, 2 threads, torch 2.13.0  ",
         "Measured on 2026-11-22.",
         "The machine was busy: 2 of 3 rows waited for a core.",
