@@ -65,8 +65,8 @@ class Outcomes:
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Outcomes:
         """Read what `saved` wrote to a run's file."""
-        lists = (saved[name] for name in (FAILED, UNDECIDED, SKIPPED))
-        return cls(set(saved[PASSED]), *lists, collected=saved.get(COLLECTED, 0))
+        failed, undecided, skipped = (saved[name] for name in (FAILED, UNDECIDED, SKIPPED))
+        return cls(set(saved[PASSED]), failed, undecided, skipped, saved.get(COLLECTED, 0))
 
     def saved(self) -> dict[str, Any]:
         """For a run's file: the names of the tests that passed, and of all others the reason by name."""
