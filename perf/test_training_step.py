@@ -42,10 +42,12 @@ STEP_GOALS = Grid(smoke=[], laptop=[], paper=[TrainingStepCase("2.7b", batch=4, 
 """Large enough that matrix products should keep the chip busy, as large as an H100's 80 GB allow (71 GB)."""
 
 MFU = 0.4
-"""Goal for that step, 85 TFLOP of the model: 215 ms on an H100 SXM (989 TFLOP/s, 3.35 TB/s). It can be reached: products
-at the three quarters of the peak that cuBLAS reaches take 115 ms; AdamW and the casts of weights and gradients move 40
-bytes for each of 2.7 billion parameters (32 ms); the 28 GB of activations are written and read some five times (42 ms).
-Half of the peak, 172 ms, is less than this sum."""
+"""Goal for that step, 85 TFLOP of the model: 215 ms on an H100 SXM (989 TFLOP/s, 3.35 TB/s). It can be reached.
+
+Products at the three quarters of the peak that cuBLAS reaches take 115 ms; AdamW and the casts of weights and gradients
+move 40 bytes for each of 2.7 billion parameters (32 ms); the 28 GB of activations are written and read some five times
+(42 ms). Half of the peak, 172 ms, is less than this sum.
+"""
 
 
 COMPILED = "compile_model"
