@@ -41,7 +41,7 @@ def fastest_by_collective(entries: Sequence[Entry]) -> str:
     winners: dict[str, list[str]] = {}
     for kind, own in kinds.items():
         winners.setdefault(first_place(fastest_of(largest_case(own))), []).append(kind.replace("_", "-"))
-    return sentence("", "; ".join(f"for {', '.join(kinds)} {said}" for said, kinds in winners.items()))
+    return sentence("", "; ".join(f"for {' and '.join(kinds)}, {said}" for said, kinds in winners.items()))
 
 
 def best_bucket(entries: Sequence[Entry]) -> str | None:

@@ -50,7 +50,7 @@ def test_collectives_are_named_by_who_is_fastest() -> None:
         collective("ring", "all_gather", 0.9, ("backend", 0.7, 0.9, 1.2)),
     ]
     assert answer(answers.fastest_by_collective, *entries) == (
-        "For all-reduce ring is fastest; for all-gather which is fastest is undecided."
+        "For all-reduce, ring is fastest; for all-gather, which is fastest is undecided."
     )
 
 
