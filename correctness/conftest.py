@@ -17,8 +17,8 @@ from correctness.support.sweep import pytest_generate_tests as pytest_generate_t
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the registers, shared memory and instructions of each kernel that a test compiled."""
-    kernels = recorded(terminalreporter, "kernel")
+    """With -v, print the registers, shared memory and instructions of each kernel that a test compiled."""
+    kernels = recorded(terminalreporter, "kernel") if terminalreporter.config.option.verbose > 0 else []
     write_table(terminalreporter, "What does each kernel take of its chip?", kernels, left=("case",))
 
 

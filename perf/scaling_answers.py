@@ -1,7 +1,7 @@
 """Scaling accounted for: what a large model needs on how many devices, and when communication hides behind compute.
 
-Each part is a question with its answer in a line, the steps that lead there and a table; `perf/test_scaling_answers.py`
-holds them to brute force and puts them into the report. The document of all:
+Each part is a question with its answer in a sentence, the steps that lead there and a table.
+`perf/test_scaling_answers.py` holds them to brute force and puts them into the report. The document of all:
 
     python -m perf.scaling_answers > docs/scaling-answers.md
 """
@@ -37,7 +37,7 @@ STAGES = 4
 
 @dataclass(frozen=True)
 class Part:
-    """A question, its answer in a line, the steps to it, and a table: its head, and rows."""
+    """A question, its answer in a sentence, the steps to it, and a table: its head, and rows."""
 
     question: str
     short: str
@@ -66,8 +66,8 @@ def memory() -> Part:
     return Part(
         "What does a model of 126 blocks of two linears need?",
         "two linears",
-        f"{state / 1e12:.2f} TB of weights, gradients and Adam state: {cards[0]} cards of 80 GB; "
-        f"{saved / 1e6:.2f} MB saved for backward a token",
+        f"Weights, gradients and Adam's state take {state / 1e12:.2f} TB, which is {cards[0]} cards of 80 GB; each "
+        f"token saves another {saved / 1e6:.2f} MB for backward.",
         (
             f"Parameters: P = blocks × 2 × D × F = {model.blocks} × 2 × {model.dim} × {model.ffn_dim} = "
             f"{model.parameters:,}.",
@@ -96,8 +96,8 @@ def sharded() -> Part:
     return Part(
         "On how many devices is it below 95 GB each?",
         "least devices",
-        f"{least[0]} for the state alone, {least[LENGTH]} with {LENGTH:,} tokens a device; "
-        f"from {too_many:,} tokens on no number is enough",
+        f"The state alone needs {least[0]} devices, {LENGTH:,} tokens a device need {least[LENGTH]}, and from "
+        f"{too_many:,} tokens a device on no number of devices is enough.",
         (
             "Sharded over N: weights, gradients and state, 16 P bytes, and half of what is saved for backward, every "
             "second linear's; A = 2 × blocks × (D + F) bytes a token, B tokens whose activations a device keeps.",
@@ -125,7 +125,8 @@ def meeting() -> Part:
     return Part(
         "From which batch on does compute hide the communication of a forward pass?",
         "compute meets links",
-        f"{tokens / MESH.devices:.1f} tokens a device, {math.ceil(tokens):,} in total on X = 16 by Y = 4",
+        f"Compute hides it from {tokens / MESH.devices:.1f} tokens a device on, {math.ceil(tokens):,} in total on "
+        "X = 16 by Y = 4 devices.",
         (
             f"C = 4.6e14 FLOP/s, W = 2e10 × 9 = 1.8e11 bytes/s, α = C / W = {MESH.intensity:,.1f} FLOPs a byte; "
             "X = 16, Y = 4, N = X Y = 64, M_X = 2, M_Y = 1; weights and activations in bfloat16, B tokens in total.",
@@ -155,9 +156,9 @@ def levers() -> Part:
     return Part(
         "What lowers the batch from which on compute hides communication?",
         "a smaller batch",
-        f"from {tokens / 64:.0f} tokens a device: overlap to {overlapped / 64:.0f}, Y = 8 to "
-        f"{best.least_tokens(ffn) / 64:.0f}, one byte an element to {narrow.least_tokens(ffn) / 64:.0f}, "
-        f"{STAGES} pipeline stages to {stage_tokens / 64:.0f}",
+        f"From {tokens / 64:.0f} tokens a device, overlap lowers it to {overlapped / 64:.0f}, Y = 8 to "
+        f"{best.least_tokens(ffn) / 64:.0f}, one byte an element to {narrow.least_tokens(ffn) / 64:.0f}, and "
+        f"{STAGES} pipeline stages to {stage_tokens / 64:.0f}.",
         (
             "Overlap of the two kinds, each on its own axes: the larger counts, not the sum. B / N = α / (Y M_X), "
             f"as long as Y <= F M_Y / α = {MESH.most_tensor(ffn):.1f}.",
@@ -205,7 +206,7 @@ def tensor_parallel() -> Part:
     return Part(
         "What does tensor parallel keep and send?",
         "tensor parallel",
-        f"on 4 devices {MODEL.state / 4 / GB:,.0f} GB of state each, and {rows[2][4]} MB sent a token and step",
+        f"Each of 4 devices keeps {MODEL.state / 4 / GB:,.0f} GB of state and sends {rows[2][4]} MB a token and step.",
         (
             "The first linear's columns and the second's rows are split over Y: 16 P / Y bytes of state a device.",
             "Saved a token: the whole input and a part of the hidden activations, 2 × blocks × (D + F / Y); with "
@@ -236,7 +237,8 @@ def all_reduces() -> Part:
     return Part(
         "When is an all-reduce faster around a ring, when by trees?",
         "ring and tree",
-        f"a ring from {rows[1][5]} MB on for 8 H100, and from {float(sizes[2]) / GB:,.0f} GB on for 512",
+        f"Trees are faster up to {rows[1][5]} MB on 8 H100 and up to {float(sizes[2]) / GB:,.0f} GB on 512; a ring is "
+        "faster beyond.",
         (
             "S bytes, n ranks, L seconds a step, W bytes/s in one direction. Ring: T = 2 (n-1) (L + S / (n W)); each "
             "rank sends 2 (n-1) / n × S, which is the least there can be.",

@@ -21,7 +21,7 @@ from shardmark.meter.memory import meter, release
 from shardmark.meter.plan import Identity, Measured
 from shardmark.plugin.measure import Measure, memory_budget
 from shardmark.ranks.world import World
-from shardmark.report.observed_answers import fastest_and_smallest_rung, held_while_made
+from shardmark.report.observed_answers import held_while_made
 from shardmark.report.plots import MEMORY_BY_STAGE, Points
 from shardmark.rows.observers import Compile, Stages
 
@@ -94,7 +94,6 @@ def on_ranks(
     "What does each rung of the ladder change on ranks?",
     short="ladder on ranks",
     columns=["case", "implementation", "time ms", "compile s", "tokens/s", "tensors MiB", "verdict"],
-    answer=fastest_and_smallest_rung,
     plots=[
         Points(
             "The rungs on ranks, ours and as published",
@@ -150,7 +149,8 @@ STAGES = ("model", "data_parallel", "to_empty", "init_weights")
 @pytest.mark.cases(RANK_STAGES)
 def test_stages(case: RankRung, world: World, device: str, measure: Measure) -> None:
     implementation, case = on_ranks(case, world, device, peak_of_stages)
-    identity = Identity(implementation.family, implementation.name, case, device, world.size)
+    family, name = implementation.family, implementation.name
+    identity = Identity(family, name, case, device, world.size, called=implementation.called)
     memory, expected = memory_budget(implementation, case, device, SLACK), stages(case)
     ranks = measure.attempt(identity, memory, lambda: world.run(made, case, device))
     row = measure.record(identity, ranks, memory=memory, observe=[Stages(expected)])

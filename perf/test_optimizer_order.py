@@ -38,6 +38,12 @@ CASES = Grid(
 
 STEPS = 2
 WITH_STATE = "before_with_state_repaired"
+CALLED = {
+    "after": "an optimizer made after sharding",
+    "before": "one made before sharding",
+    "before_repaired": "one made before and given the shards",
+    WITH_STATE: "one that has stepped before and was given the shards",
+}
 
 
 def model_and_batch(case: TrainingStepCase, device: str) -> tuple[MLPLanguageModel, Tensor]:
@@ -137,7 +143,7 @@ def test_optimizer_order(variant: str, case: TrainingStepCase, world: World, mea
         measured, losses = zip(*world.run(train, variant, case, world.device), strict=True)
         if all(rank.memory.stages[name].live <= NEAR * held for rank in measured for name, held in expected.items()):
             break
-    identity = Identity("fsdp", variant, case, world.device, world.size)
+    identity = Identity("fsdp", variant, case, world.device, world.size, called=CALLED[variant])
     row = measure.record(identity, list(measured), observe=[Stages(expected), Losses(losses[0])])
     live = {name: held["live"] for name, held in row["memory"]["stages"].items()}
 

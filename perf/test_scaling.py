@@ -152,7 +152,8 @@ def _scale(
         "efficiency_ceiling": min(1.0, available_cores() / ranks) if world.device == "cpu" else 1.0,
         **({"bytes_sent": max(sent)} if world.device == "cpu" else {}),
     }
-    identity = Identity(implementation.family, implementation.name, case, world.device, ranks)
+    family, name = implementation.family, implementation.name
+    identity = Identity(family, name, case, world.device, ranks, called=implementation.called)
     measure.record(
         identity,
         measured,

@@ -39,7 +39,15 @@ STEP_WARMUPS = Grid(
 
 
 STEP_GOALS = Grid(smoke=[], laptop=[], paper=[TrainingStepCase("2.7b", batch=4, context=1024, dtype="bfloat16")])
-"""Large enough that matrix products should keep the chip busy."""
+"""Large enough that matrix products should keep the chip busy, as large as an H100's 80 GB allow (71 GB)."""
+
+MFU = 0.4
+"""Goal for that step, 85 TFLOP of the model: 215 ms on an H100 SXM (989 TFLOP/s, 3.35 TB/s). It can be reached.
+
+Products at the three quarters of the peak that cuBLAS reaches take 115 ms; AdamW and the casts of weights and gradients
+move 40 bytes for each of 2.7 billion parameters (32 ms); the 28 GB of activations are written and read some five times
+(42 ms). Half of the peak, 172 ms, is less than this sum.
+"""
 
 
 COMPILED = "compile_model"
@@ -119,8 +127,8 @@ def test_warmups(implementation: Implementation, case: TrainingStepCase, device:
 @pytest.mark.cases(STEP_GOALS)
 @pytest.mark.parametrize("name", [COMPILED, "compile_all_options"])
 def test_goals(case: TrainingStepCase, name: str, device: str, measure: Measure) -> None:
-    """The goal is half of the chip's published FLOP/s. All compiler options together are shown and not judged."""
+    """The goal is a share of the chip's published FLOP/s. All compiler options together are shown and not judged."""
     implementation = registry.resolve("training_step", name)
     if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
-    _measure(measure, implementation, case, [Goals(mfu=0.5)] if name == COMPILED else [])
+    _measure(measure, implementation, case, [Goals(mfu=MFU)] if name == COMPILED else [])

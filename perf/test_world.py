@@ -25,6 +25,11 @@ pytestmark = pytest.mark.question("What does a test on two real ranks cost?", sh
 RANKS = 2
 SPAWNS = 8  # of seconds each: the fewest that a 95% interval can be told from
 ROUNDS = 20  # enough for a verdict among hundreds
+CALLED = {
+    "spawn": "a test that spawns its ranks",
+    "fresh": "a test with a fresh world",
+    "warm": "a test in a warm world",
+}
 
 
 @dataclass(frozen=True)
@@ -95,5 +100,5 @@ def times() -> dict[str, dict[str, list[Laps]]]:
     ],
 )
 def test_world(way: str, race: Race, times: dict[str, dict[str, list[Laps]]], measure: Measure) -> None:
-    identity = Identity("world", way, OneCollective(), "cpu", RANKS)
+    identity = Identity("world", way, OneCollective(), "cpu", RANKS, called=CALLED[way])
     measure.record(identity, [Measured("gloo", Memory(), times[way])], time=race)

@@ -56,6 +56,7 @@ def load_on_rank(directory: Path, name: str, device: str) -> tuple[dict[str, Ten
     return loaded, _state(model), optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # which the last load asks for
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "tied_and_frozen" else pytest.mark.sweep) for name in MODULES]
 )

@@ -22,7 +22,7 @@ from impl.attention.flash_pytorch import FlashAttentionPyTorch
 if NO_TRITON is None:
     from impl.attention.flash_triton import FlashAttentionTriton
 else:
-    register("attention", "flash_triton", None, requires=(requires_triton,))
+    register("attention", "flash_triton", None, requires=(requires_triton,), called="FlashAttention in Triton")
 
 from impl.attention.library import sdpa, sdpa_backend
 

@@ -30,6 +30,13 @@ class AttentionCase:
         return f"b{self.batch}-{heads}s{self.seq}-d{self.head_dim}-{mask}-{self.dtype}-{self.mode}"
 
     @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        heads = "" if self.heads is None else f" with {self.heads} heads"
+        mask = " under a causal mask" if self.is_causal else ""
+        return f"at {self.seq:,} tokens{heads}{mask}{'' if self.mode == 'both' else f' in the {self.mode} pass'}"
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of each of q, k and v."""
         heads = () if self.heads is None else (self.heads,)

@@ -50,4 +50,5 @@ register(
     memory=eager_peak,  # a limit: what the compiler plans is its own
     time=Race("eager"),
     requires=(requires_compiler,),
+    called="compiled eager attention",
 )

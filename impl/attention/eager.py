@@ -23,4 +23,4 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False)
     return scores.softmax(-1) @ v
 
 
-register("attention", "eager", eager_attention, memory=eager_peak)
+register("attention", "eager", eager_attention, memory=eager_peak, called="eager attention")

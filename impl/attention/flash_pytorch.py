@@ -151,4 +151,5 @@ register(
     FlashAttentionPyTorch,
     memory=functools.partial(flash_pytorch_peak, tile_rows=TILE),
     time=Race("eager", goal=1.0, applies=_is_long_on_cpu),
+    called="FlashAttention in PyTorch",
 )

@@ -217,4 +217,5 @@ register(
     requires=(requires_triton,),
     requires_to_measure=(requires_no_interpreter,),
     slack=1.01,  # it holds inputs, outputs, gradients and one or two values a row, and nothing else
+    called="FlashAttention in Triton",
 )

@@ -100,13 +100,34 @@ def _requires_its_backward(device: str) -> str | None:
     return None if device == "cuda" else "PyTorch's FlexAttention has no backward pass on CPU"
 
 
-for _name, _target, _memory, _workspace, _requires in (
-    ("sdpa", sdpa, accounting.sdpa_peak, workspace.sdpa_workspace, ()),
-    ("sdpa_math", MATH, accounting.sdpa_math_peak, Implementation.workspace, ()),
-    ("sdpa_flash", FLASH, accounting.sdpa_flash_peak, workspace.flash_workspace, ()),
-    ("sdpa_efficient", EFFICIENT, accounting.sdpa_efficient_peak, workspace.efficient_workspace, (requires_cuda,)),
-    ("sdpa_cudnn", CUDNN, accounting.sdpa_flash_peak, workspace.cudnn_workspace, (requires_cuda,)),
-    ("flex", flex, accounting.flex_peak, Implementation.workspace, (_requires_its_backward, requires_compiler)),
+for _name, _called, _target, _memory, _workspace, _requires in (
+    ("sdpa", "SDPA", sdpa, accounting.sdpa_peak, workspace.sdpa_workspace, ()),
+    ("sdpa_math", "SDPA's math kernel", MATH, accounting.sdpa_math_peak, Implementation.workspace, ()),
+    ("sdpa_flash", "SDPA's flash kernel", FLASH, accounting.sdpa_flash_peak, workspace.flash_workspace, ()),
+    (
+        "sdpa_efficient",
+        "SDPA's memory-efficient kernel",
+        EFFICIENT,
+        accounting.sdpa_efficient_peak,
+        workspace.efficient_workspace,
+        (requires_cuda,),
+    ),
+    (
+        "sdpa_cudnn",
+        "SDPA's cuDNN kernel",
+        CUDNN,
+        accounting.sdpa_flash_peak,
+        workspace.cudnn_workspace,
+        (requires_cuda,),
+    ),
+    (
+        "flex",
+        "FlexAttention",
+        flex,
+        accounting.flex_peak,
+        Implementation.workspace,
+        (_requires_its_backward, requires_compiler),
+    ),
 ):
     register(
         "attention",
@@ -117,4 +138,5 @@ for _name, _target, _memory, _workspace, _requires in (
         time=Race("eager"),
         requires=_requires,
         tested_briefly=True,
+        called=_called,
     )

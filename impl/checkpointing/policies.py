@@ -159,11 +159,11 @@ def _blocks(model: nn.Module) -> nn.ModuleList:
     return blocks
 
 
-for _name, _policy, _formulas, _peer in (
-    ("none", none, accounting.NONE, None),
-    ("full", full, accounting.FULL, Race("none")),
-    ("every_2", every(2), accounting.every(2), Race("none")),
-    ("recursive", recursive, accounting.RECURSIVE, Race("none")),
-    ("selective", selective, accounting.SELECTIVE, Race("none")),
+for _name, _called, _policy, _formulas, _peer in (
+    ("none", "a step without checkpointing", none, accounting.NONE, None),
+    ("full", "checkpointing of every block", full, accounting.FULL, Race("none")),
+    ("every_2", "checkpointing of every second block", every(2), accounting.every(2), Race("none")),
+    ("recursive", "recursive checkpointing", recursive, accounting.RECURSIVE, Race("none")),
+    ("selective", "selective checkpointing", selective, accounting.SELECTIVE, Race("none")),
 ):
-    register("checkpointing", _name, _policy, memory=_formulas.peak, time=_peer, facts=_formulas)
+    register("checkpointing", _name, _policy, memory=_formulas.peak, time=_peer, facts=_formulas, called=_called)

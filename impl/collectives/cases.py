@@ -22,6 +22,12 @@ class CollectiveCase:
         return f"{self.collective}-{self.megabytes}MB"
 
     @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        article = "a" if self.collective.startswith("r") else "an"
+        return f"for {article} {self.collective.replace('_', '-')} of {self.megabytes:,} MB"
+
+    @property
     def bytes(self) -> int:
         """Bytes of the larger tensor on one rank."""
         return self.elements * self.itemsize

@@ -62,4 +62,12 @@ def _others(peers: Peers) -> list[int]:
     return [(peers.rank + step) % peers.size for step in range(1, peers.size)]
 
 
-register("collectives", "direct", Direct(), memory=direct_peak, time=Race("backend"), requires=(requires_gloo,))
+register(
+    "collectives",
+    "direct",
+    Direct(),
+    memory=direct_peak,
+    time=Race("backend"),
+    requires=(requires_gloo,),
+    called="direct sends",
+)

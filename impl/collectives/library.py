@@ -30,4 +30,4 @@ class Backend:
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
 
 
-register("collectives", "backend", Backend, memory=backend_peak, tested_briefly=True)
+register("collectives", "backend", Backend, memory=backend_peak, tested_briefly=True, called="PyTorch's collective")

@@ -58,4 +58,5 @@ register(
     memory=ring_peak,
     time=Race("backend", goal=1.0, applies=_gloo_reduces_to_scatter),
     requires=(requires_gloo,),
+    called="the ring",
 )

@@ -207,4 +207,5 @@ register(
     memory=bucketed_peak,
     time=Race("ddp", budget=2.0, goal=1.0),
     races={"link": Race("naive", budget=1.0, goal=0.75)},  # on a limited link
+    called="bucketed data parallelism",
 )

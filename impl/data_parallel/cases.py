@@ -18,6 +18,11 @@ class ReductionCase(TrainingStepCase):
         return f"{super().__str__()}-reduce_{self.reduce_dtype}"
 
     @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        return f"{super().words} and gradients sent in {self.reduce_dtype}"
+
+    @property
     def reduce_bytes(self) -> int:
         """Bytes of a gradient's element while it is communicated."""
         return 2

@@ -38,4 +38,5 @@ register(
     memory=flat_peak,
     time=Race("naive", budget=2.0, goal=1.0),
     tested_briefly=True,
+    called="data parallelism with one flat gradient",
 )

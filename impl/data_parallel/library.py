@@ -49,4 +49,5 @@ register(
     time=Race("naive", goal=1.0),
     races={"bucket size": Race("ddp")},  # no race: DDP is the peer of the others
     tested_briefly=True,
+    called="DDP",
 )

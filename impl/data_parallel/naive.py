@@ -22,4 +22,12 @@ class NaiveDataParallel(DataParallel):
 
 
 # No budget of its time: by how much it is slower than DDP is the cost of a message, of which it sends one a parameter.
-register("data_parallel", "naive", NaiveDataParallel, memory=naive_peak, time=Race("ddp"), tested_briefly=True)
+register(
+    "data_parallel",
+    "naive",
+    NaiveDataParallel,
+    memory=naive_peak,
+    time=Race("ddp"),
+    tested_briefly=True,
+    called="naive data parallelism",
+)

@@ -59,4 +59,5 @@ register(
     memory=naive_peak,
     time=Race("naive", budget=2.0, goal=1.0),
     tested_briefly=True,
+    called="overlapped data parallelism",
 )

@@ -29,6 +29,11 @@ class OverheadCase(CollectiveCase):
     def __str__(self) -> str:
         return f"{self.model}-all_reduces"
 
+    @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        return f"for all-reduces of up to {self.megabytes:,} MB"
+
 
 class DataParallelStep(RankStep):
     """A copy of the model and of the optimizer on every rank."""

@@ -79,4 +79,4 @@ def requires_accelerate(device: str) -> str | None:
     return None if TorchVersion(found) >= OLDEST else f"needs accelerate {OLDEST} or later, and {found} is installed"
 
 
-register("fsdp", "accelerate", AcceleratedFSDP2, requires=(requires_accelerate,))
+register("fsdp", "accelerate", AcceleratedFSDP2, requires=(requires_accelerate,), called="accelerate's FSDP2")

@@ -38,9 +38,17 @@ class RankRung(TrainingStepCase):
         options = "-checkpointed" * self.checkpointed + "-no_meta" * (not self.meta)
         return f"{step}{self.model}-b{self.batch}-s{self.context}-{self.dtype}-reduce_{self.reduce_dtype}{options}"
 
+    @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        reduced = "" if self.reduce_dtype == "float32" else f" and gradients summed in {self.reduce_dtype}"
+        options = " with checkpointing" * self.checkpointed + " made whole on each rank" * (not self.meta)
+        return f"{super().words}{options}{reduced}"
+
 
 WRAPS = ("linears", "thirds", "whole")
 """Units: each linear, each third of the linears, or the root module alone."""
+WRAP_WORDS = dict(zip(WRAPS, ("each linear", "each third of them", "all of them"), strict=True))
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,12 @@ class NineLinearsCase:
     def __str__(self) -> str:
         wrap = "" if self.wrap == "linears" else f"-{self.wrap}"
         return f"{self.linears}x{self.width}-b{self.batch}{wrap}{'-offload' * self.offload}"
+
+    @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        wrap = "" if self.wrap == "linears" else f" with {WRAP_WORDS[self.wrap]} as a unit"
+        return f"with {self.linears} linears of width {self.width:,}{wrap}{' and offload' * self.offload}"
 
 
 CASES = Grid(

@@ -142,14 +142,19 @@ def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.Proc
     return units
 
 
-register("fsdp", "fsdp1", TorchFSDP1, tested_briefly=True)
-register("fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"))
-register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None))
-register("fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True))
-register("fsdp", "fsdp2", TorchFSDP2, tested_briefly=True)
+register("fsdp", "fsdp1", TorchFSDP1, tested_briefly=True, called="FSDP1")
+register(
+    "fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"), called="FSDP1 that prefetches after backward"
+)
+register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None), called="FSDP1 without prefetch")
+register(
+    "fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True), called="FSDP1 with forward prefetch"
+)
+register("fsdp", "fsdp2", TorchFSDP2, tested_briefly=True, called="FSDP2")
 register(
     "fsdp",
     "fsdp2_kept",
     partial(TorchFSDP2, reshard_after_forward=False),
     facts=Facts(reshard_after_forward=False),
+    called="FSDP2 without resharding after forward",
 )

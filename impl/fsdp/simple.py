@@ -295,4 +295,5 @@ register(
     memory=transformer_peak,
     time=Race("fsdp2"),
     facts=Facts(gathers_first_again=False, nine_linears=formulas("simple")),
+    called="SimpleFSDP",
 )

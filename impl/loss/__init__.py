@@ -22,7 +22,7 @@ from impl.loss.fused_pytorch import fused_loss_pytorch
 if NO_TRITON is None:
     from impl.loss.fused_triton import fused_loss_triton
 else:
-    register("loss", "fused_triton", None, requires=(requires_triton,))
+    register("loss", "fused_triton", None, requires=(requires_triton,), called="the fused loss in Triton")
 
 from impl.loss.library import compiled_loss, linear_cross_entropy
 

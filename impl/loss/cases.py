@@ -20,5 +20,10 @@ class LossCase:
         return f"t{self.tokens}-d{self.dim}-v{self.vocab}-{self.dtype}"
 
     @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        return f"with {self.vocab:,} words in the vocabulary"
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)

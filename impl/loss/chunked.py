@@ -37,4 +37,6 @@ def chunked_loss(
     return total / (targets != ignore_index).sum().clamp(min=1)
 
 
-register("loss", "chunked", chunked_loss, memory=chunked_peak, time=Race("eager"))
+register(
+    "loss", "chunked", chunked_loss, memory=chunked_peak, time=Race("eager"), called="the loss in chunks of tokens"
+)

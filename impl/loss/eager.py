@@ -38,4 +38,4 @@ def summed_loss(
     return loss
 
 
-register("loss", "eager", eager_loss, memory=eager_peak)
+register("loss", "eager", eager_loss, memory=eager_peak, called="the loss over all logits at once")

@@ -73,4 +73,5 @@ register(
     fused_loss_pytorch,
     memory=fused_pytorch_peak,
     time=Race("eager", budget=2.0, goal=1.0, applies=_is_judged),
+    called="the fused loss in PyTorch",
 )

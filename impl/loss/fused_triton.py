@@ -80,4 +80,5 @@ register(
     time=Race("eager", goal=1.0),
     requires=(requires_triton,),
     requires_to_measure=(requires_no_interpreter,),
+    called="the fused loss in Triton",
 )

@@ -76,6 +76,7 @@ register(
     time=Race("eager"),
     requires=(requires_compiler,),
     tested_briefly=True,
+    called="the compiled loss",
 )
 register(
     "loss",
@@ -85,4 +86,5 @@ register(
     time=Race("eager"),
     requires=(_has_it,),
     tested_briefly=True,
+    called="PyTorch's linear_cross_entropy",
 )

@@ -20,7 +20,7 @@ from impl.optim.adamw import AdamW
 if NO_TRITON is None:
     from impl.optim.fused_adamw import FusedAdamW
 else:
-    register("optimizer", "fused_triton", None, requires=(requires_triton,))
+    register("optimizer", "fused_triton", None, requires=(requires_triton,), called="the fused AdamW in Triton")
 
 from impl.optim.library import TorchForeach, TorchForLoop, TorchFused
 

@@ -65,4 +65,4 @@ class AdamW(AdamWBase):
         return (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
 
 
-register("optimizer", "plain", AdamW, memory=adamw_peak, time=Race("torch_fused"))
+register("optimizer", "plain", AdamW, memory=adamw_peak, time=Race("torch_fused"), called="the plain AdamW")

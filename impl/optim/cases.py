@@ -24,3 +24,11 @@ class OptimizerCase:
         master = "-master" if self.master_weights else ""
         clipping = "" if self.clipping == "none" else f"-clip_{self.clipping}"
         return f"{self.model}-{self.dtype}{master}{clipping}"
+
+    @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        dtype = "" if self.dtype == "float32" else f" in {self.dtype}"
+        master = " with master weights" * self.master_weights
+        clipping = "" if self.clipping == "none" else f", gradients clipped {self.clipping.replace('_', ' the ')}"
+        return f"for the parameters of the {self.model} model{dtype}{master}{clipping}"

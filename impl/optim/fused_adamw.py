@@ -187,4 +187,5 @@ register(
     time=Race("torch_fused"),
     requires=(requires_triton,),
     requires_to_measure=(requires_no_interpreter,),
+    called="the fused AdamW in Triton",
 )

@@ -87,9 +87,9 @@ class TorchFused(_TorchAdamW):
     steps_on_device = True
 
 
-for _name, _target, _memory in (
-    ("torch_forloop", TorchForLoop, accounting.torch_forloop_peak),
-    ("torch_foreach", TorchForeach, accounting.torch_foreach_peak),
-    ("torch_fused", TorchFused, accounting.torch_fused_peak),
+for _name, _called, _target, _memory in (
+    ("torch_forloop", "PyTorch's AdamW in a loop", TorchForLoop, accounting.torch_forloop_peak),
+    ("torch_foreach", "PyTorch's foreach AdamW", TorchForeach, accounting.torch_foreach_peak),
+    ("torch_fused", "PyTorch's fused AdamW", TorchFused, accounting.torch_fused_peak),
 ):
-    register("optimizer", _name, _target, memory=_memory, time=Race("torch_fused"), tested_briefly=True)
+    register("optimizer", _name, _target, memory=_memory, time=Race("torch_fused"), tested_briefly=True, called=_called)

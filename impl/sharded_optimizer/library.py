@@ -99,6 +99,7 @@ register(
     memory=bucketed_peak,  # the wrapper that averages gradients for it
     time=Race("zero_redundancy"),
     tested_briefly=True,
+    called="the unsharded optimizer",
 )
 register(
     "sharded_optimizer",
@@ -107,4 +108,5 @@ register(
     time=Race("unsharded"),
     facts=Facts(work=zero_redundancy_work, wrapper="ddp"),
     tested_briefly=True,
+    called="PyTorch's ZeroRedundancyOptimizer",
 )

@@ -35,6 +35,15 @@ class TrainingStepCase:
         return f"{self.model}-b{self.batch}-s{self.context}-{self.dtype}-{self.mode}{attention}{bucket}"
 
     @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        dtype = "" if self.dtype == "float32" else f" in {self.dtype}"
+        mode = "" if self.mode == "step" else f" in {self.mode.replace('_', ' and ')}"
+        bucket = "" if self.bucket_mb is None else f" in buckets of {self.bucket_mb} MB"
+        attention = "" if self.attention == "sdpa" else f" with {self.attention} attention"
+        return f"with the {self.model} model at {self.context:,} tokens{dtype}{mode}{attention}{bucket}"
+
+    @property
     def tokens(self) -> int:
         """Tokens in one rank's batch."""
         return self.batch * self.context

@@ -20,4 +20,11 @@ class CheckpointedStep(EagerStep):
         super().__init__(full(model), optimizer, **options)
 
 
-register("training_step", "checkpointed", CheckpointedStep, memory=checkpointed_peak, time=Race("eager"))
+register(
+    "training_step",
+    "checkpointed",
+    CheckpointedStep,
+    memory=checkpointed_peak,
+    time=Race("eager"),
+    called="the checkpointed step",
+)

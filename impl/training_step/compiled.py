@@ -149,16 +149,22 @@ class CompileAllOptions(CompileModel):
     options = options(*OPTIONS)
 
 
-for _name, _target, _peer, _requires in (
-    ("compile_model", CompileModel, "eager", ()),
-    ("compile_forward_backward", CompileForwardBackward, "eager", ()),
-    ("compile_step", CompileStep, "eager", ()),
-    ("compile_no_options", CompileNoOptions, "eager", ()),
-    ("compile_epilogue_fusion", CompileEpilogueFusion, "compile_no_options", ()),
-    ("compile_shape_padding", CompileShapePadding, "compile_no_options", ()),
-    ("compile_max_autotune", CompileMaxAutotune, "compile_no_options", (requires_cuda,)),
-    ("compile_cudagraphs", CompileCudagraphs, "compile_no_options", (requires_cuda,)),
-    ("compile_all_options", CompileAllOptions, "compile_no_options", (requires_cuda,)),
+for _name, _called, _target, _peer, _requires in (
+    ("compile_model", "the step with the model compiled", CompileModel, "eager", ()),
+    ("compile_forward_backward", "the step with forward and backward compiled", CompileForwardBackward, "eager", ()),
+    ("compile_step", "the step compiled as one", CompileStep, "eager", ()),
+    ("compile_no_options", "the compiler without options", CompileNoOptions, "eager", ()),
+    ("compile_epilogue_fusion", "the compiler with epilogue fusion", CompileEpilogueFusion, "compile_no_options", ()),
+    ("compile_shape_padding", "the compiler with shape padding", CompileShapePadding, "compile_no_options", ()),
+    (
+        "compile_max_autotune",
+        "the compiler with max-autotune",
+        CompileMaxAutotune,
+        "compile_no_options",
+        (requires_cuda,),
+    ),
+    ("compile_cudagraphs", "the compiler with CUDA graphs", CompileCudagraphs, "compile_no_options", (requires_cuda,)),
+    ("compile_all_options", "the compiler with all options", CompileAllOptions, "compile_no_options", (requires_cuda,)),
 ):
     register(
         "training_step",
@@ -167,4 +173,5 @@ for _name, _target, _peer, _requires in (
         memory=eager_peak,
         time=Race(_peer),
         requires=(*_requires, requires_compiler),
+        called=_called,
     )

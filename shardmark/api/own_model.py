@@ -72,6 +72,11 @@ class OwnModelCase:
         return f"{self.name}-{self.dtype}-{self.mode}"
 
     @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        return f"with {self.name} in {self.dtype}"
+
+    @property
     def work(self) -> Work:
         """Work of one rank: every parameter is read twice, its gradient written, and AdamW moves 28 bytes of each."""
         return Work(flops=self.flops, bytes_moved=40 * self.parameters, model_flops=self.flops)

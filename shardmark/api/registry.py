@@ -75,6 +75,8 @@ class Implementation:
     tested_briefly: bool = False
     """Whether only the sweep tests it at large sizes and on more than two ranks: set for PyTorch's own implementations,
     which PyTorch tests, and for steps on the way to a faster technique."""
+    called: str = ""
+    """The name in words, as sentences of a report have it: "eager attention"; empty: the name itself."""
     spec: str = ""
     """The text by which another process finds it: its name, or an `--impl` target with an absolute path."""
 
@@ -211,6 +213,7 @@ def register(
     races: Mapping[str, Race] | None = None,
     facts: Any = None,
     tested_briefly: bool = False,
+    called: str = "",
 ) -> Implementation:
     """Add an implementation to a family: the one call that every test, table and listing picks up.
 
@@ -231,6 +234,7 @@ def register(
         races or {},
         owner.facts if facts is None else facts,
         tested_briefly,
+        called,
         spec=name,
     )
     owner.implementations[name] = entry

@@ -50,6 +50,8 @@ class Identity:
     world_size: int = 1
     backend: str | None = None
     """Known once a rank has made its workload."""
+    called: str = ""
+    """The implementation in words; empty: its name."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Plan:
     @property
     def identity(self) -> Identity:
         implementation = self.implementation
-        return Identity(implementation.family, implementation.name, self.case, self.device, self.world_size)
+        family, name = implementation.family, implementation.name
+        return Identity(family, name, self.case, self.device, self.world_size, called=implementation.called)
 
 
 class RankObserver:

@@ -85,7 +85,8 @@ class Measure(Admission):
         if race is not None and session.against is not None:
             least = fewest_rounds(self._confidence(race))
         peer, step = self._peer(implementation, race), f"{workload.__module__}.{workload.__qualname__}"
-        identity = Identity(implementation.family, implementation.name, case, session.device, world_size)
+        family, name = implementation.family, implementation.name
+        identity = Identity(family, name, case, session.device, world_size, called=implementation.called)
         asked = peer and session.times.ratios(self._case_key(identity, step), implementation.name, peer.name)
         plan = Plan(
             workload,

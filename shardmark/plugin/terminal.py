@@ -1,12 +1,14 @@
-"""The end of a run on the terminal: one screen, and with -v its tables before that."""
+"""The end of a run on the terminal: one screen, and with -v the tables before it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 
 from shardmark.plugin.session import Session
 from shardmark.report import tables
-from shardmark.report.screen import LEAST, MOST, screen_lines
+from shardmark.report.screen import LEAST, MOST, Styled, screen_lines
 from shardmark.report.summary import Summary
 from shardmark.text import printable
 
@@ -15,27 +17,33 @@ REPORTED = "fE"
 
 
 def write_summary(terminal: pytest.TerminalReporter, session: Session, verbose: bool) -> None:
-    """Print the screen, then the rows' file and the budgets that matched no test."""
+    """Print the screen, with the rows' file and the budgets that matched no test; what failed comes last."""
     rows = session.rows.rows
     if verbose:
         for title, lines in tables.render(rows, session.questions, every_column=True):
             terminal.section(title, sep="-")
             for line in lines:
                 terminal.write_line(line)
+    files = list(_files(session))
     if rows:
         summary = Summary(rows, session.questions, session.outcomes, session.rows.machine_info)
+        width = min(max(terminal._tw.fullwidth, LEAST), MOST)
         terminal.write_sep("-", "what this run says")
-        for text, style in screen_lines(summary, min(max(terminal._tw.fullwidth, LEAST), MOST), verbose):
-            terminal.write_line(text, **style)
+        files = screen_lines(summary, width, files, verbose)
         if terminal.config.option.reportchars == REPORTED:
-            terminal.reportchars = ""  # the screen has listed what failed
-    if rows and not verbose:
-        terminal.write_line("-v shows the tables")
+            terminal.reportchars = ""  # the screen lists what failed
+    for text, style in files:
+        terminal.write_line(text, **style)
+
+
+def _files(session: Session) -> Iterator[Styled]:
+    """Where the rows are, what could not be written, and budgets without a test."""
+    rows = session.rows.rows
     if rows and session.rows.path is not None:
-        terminal.write_line(f"{len(rows)} row{'s' * (len(rows) != 1)} in {printable(str(session.rows.path))}")
+        yield f"{len(rows)} row{'s' * (len(rows) != 1)} in {printable(str(session.rows.path))}", {}
     for option, trouble in (("json", session.rows.trouble), ("save", session.rows.not_saved)):
         if trouble is not None:
-            terminal.write_line(printable(f"--benchmark-{option}: {trouble}"), red=True)
+            yield printable(f"--benchmark-{option}: {trouble}"), {"red": True}
     for budget in session.budgets:
         if budget.pattern not in session.matched_budgets:
-            terminal.write_line(f'--budgets: no measured test matches "{printable(budget.pattern)}"', yellow=True)
+            yield f'--budgets: no measured test matches "{printable(budget.pattern)}"', {"yellow": True}

@@ -1,66 +1,62 @@
-"""The one-line answer to a question, read from its rows.
+"""The answer to a question in a sentence or two, read from its rows.
 
     @pytest.mark.question("What does a nap cost?", short="naps", answer=fastest)
 
-An answer is a function from entries to one line, or to None where the entries do not hold the answer. It gets the
-entries that count: with times (in a simulation, with bytes), of tests that did not fail. Among several cases it takes
-the one with most work. Where an interval leaves a comparison open, the line says so.
+An answer is a function from entries to text, or to None where the entries do not hold the answer. It gets the entries
+that count: with times (in a simulation, with bytes), of tests that did not fail. Among several cases it takes the one
+with most work. Where an interval leaves a comparison open, the text says so.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from shardmark.report.ranking import (
-    beside,
     fastest_of,
     has_several,
     implementation,
-    milliseconds,
+    largest_case,
     of_peer,
     peer_of,
     ratio_to_peer,
+    tensors,
     time_beside,
-    times,
 )
+from shardmark.report.words import OPEN, beside, called, figure, is_fastest, milliseconds, sentence, share, size, where
 from shardmark.rows.columns import Entry, goal_outcomes
-from shardmark.text import mib
-from shardmark.verdict.betting import FAIL, UNDECIDED
+from shardmark.verdict.betting import FAIL
 
 Answer = Callable[[Sequence[Entry]], str | None]
 
-NO_ANSWER = "no answer"
+NO_ANSWER, NOT_MEASURED = "No answer", "Not measured"
 
-NONE_SMALLER = "none smaller"
 NEAR = 0.99
 """A peak above this share of the peer's counts as no saving."""
 
-LEGEND = (
-    f"Fastest time, as a ratio to the peer's; smallest peak. ({UNDECIDED}): the interval includes 1 "
-    f"or overlaps another; {NONE_SMALLER}: no peak is {1 - NEAR:.0%} below the peer's."
-)
-"""Explains the words of the answers; shown wherever answers are."""
-
 
 def answered(entries: Sequence[Entry], how: Answer, failed: Collection[str] = ()) -> str:
-    """The answer in one line, followed by how many entries do not count and why.
+    """The answer, followed by how many entries do not count and why.
 
-    `failed` holds the full names of tests that failed. An exception in `how` becomes the line.
+    `failed` holds the full names of tests that failed. An exception in `how` becomes the text.
     """
     if entries and all(entry["extra_info"].get("simulated") for entry in entries):
         how = predicted
-    left_out = {id(entry): why for entry in entries if (why := _left_out(entry, failed))}
-    counted = [entry for entry in entries if id(entry) not in left_out]
-    missing = ", ".join(f"{count} {why}" for why, count in Counter(left_out.values()).items())
+    counting = counted(entries, failed)
+    reasons = Counter(why for entry in entries if (why := _left_out(entry, failed)))
+    missing = ", ".join(f"{count} {why}" for why, count in reasons.items())
     try:
-        text = how(counted) if counted else None
+        text = how(counting) if counting else None
     except Exception as error:
-        text = f"{NO_ANSWER}: {type(error).__name__}: {error}"
+        text = f"{NO_ANSWER}: {type(error).__name__}: {error}."
     if text is not None:
-        return f"{text} ({missing})" if missing else text
-    return f"{NO_ANSWER}: {missing or 'its rows do not say'}"
+        return f"{text} Left out: {missing}." if missing else text
+    return f"{NO_ANSWER}: {missing or 'its rows do not say'}."
+
+
+def counted(entries: Sequence[Entry], failed: Collection[str]) -> list[Entry]:
+    """The entries that count: with times (in a simulation, with bytes), of tests that did not fail."""
+    return [entry for entry in entries if _left_out(entry, failed) is None]
 
 
 def _left_out(entry: Entry, failed: Collection[str]) -> str | None:
@@ -77,15 +73,17 @@ def fastest_and_smallest(entries: Sequence[Entry]) -> str | None:
     """The fastest implementation and the smallest peak: the answer of a question that declares none."""
     case = largest_case(entries)
     if not has_several(case):
-        return at(entries, case) + _alone(case[0])
+        return sentence(where(case[0], entries), _alone(case[0]))
     first = fastest_of(case)
-    return at(entries, case) + "; ".join(filter(None, [str(first), _smallest(case, after=first.entry)]))
+    said = [is_fastest(first, case), _smallest(case, after=first.entry)]
+    return sentence(where(first.entry, entries), "; ".join(filter(None, said)))
 
 
 def fastest(entries: Sequence[Entry]) -> str | None:
     """The fastest implementation, as a ratio to the common peer."""
     case = largest_case(entries)
-    return at(entries, case) + str(fastest_of(case))
+    first = fastest_of(case)
+    return sentence(where(first.entry, entries), is_fastest(first, case))
 
 
 def saves(other: str | None = None) -> Answer:
@@ -95,16 +93,17 @@ def saves(other: str | None = None) -> Answer:
         case = _metered(largest_case(entries))
         if not case:
             return None
-        least = min(case, key=_tensors)
+        least = min(case, key=_bytes)
+        place, mine = where(least, entries), called(least)
         peer = peer_of(case)
         name = other or (peer and peer[1])
         others = [entry for entry in case if implementation(entry) == name]
-        mine = f"{at(entries, case)}{implementation(least)}"
         if not others or others[0] is least:
-            return f"{mine} smallest, {size(_tensors(least))}"
-        memory = times(_tensors(least) / _tensors(others[0]))
+            return sentence(place, f"{mine} needs least memory, {size(_bytes(least))}")
+        memory = share(_bytes(least) / _bytes(others[0]), "memory")
         time = time_beside(case, least, others[0])
-        return f"{mine} {memory} {name}'s memory, {beside(time, 'its time')}"
+        text = f"{mine} takes {memory} and {share(time.mid, 'time')} of {called(others[0])}"
+        return sentence(place, text if time.is_decided else f"{text}; {OPEN}")
 
     return answer
 
@@ -114,28 +113,28 @@ def predicted(entries: Sequence[Entry]) -> str | None:
     case = _metered(largest_case(entries))
     if not case:
         return None
-    least, most = min(case, key=_tensors), max(case, key=_tensors)
+    least, most = min(case, key=_bytes), max(case, key=_bytes)
+    memory = f"{called(least)} is predicted to need least memory, {size(_bytes(least))}"
     if all(entry["stats"] for entry in case) and has_several(case):
         first = min(case, key=lambda entry: entry["stats"]["median"])
-        time = f"{implementation(first)} fastest, {milliseconds(first['stats']['mean'])}"
-        memory = f"{implementation(least)} smallest, {size(_tensors(least))}"
-        return f"{at(entries, case)}{time}; {memory}, predicted"
-    figure = f"{at(entries, case)}{implementation(least)} {size(_tensors(least))}"
-    if _tensors(least) == _tensors(most):
-        return f"{figure}, predicted"
-    return f"{figure}, {times(_tensors(least) / _tensors(most))} {implementation(most)}'s, predicted"
+        time = f"{called(first)} is predicted to be fastest, {milliseconds(first['stats']['median'])}"
+        return sentence(where(first, entries), f"{time}; {memory}")
+    if not has_several(case):
+        return sentence(where(least, entries), f"{called(least)} is predicted to need {size(_bytes(least))}")
+    if _bytes(least) < _bytes(most):
+        memory += f", {share(_bytes(least) / _bytes(most), 'memory')} of {called(most)}"
+    return sentence(where(least, entries), memory)
 
 
 def most(value: Callable[[Entry], float | None], words: str) -> Answer:
     """The largest `value`, in words such as "{name} reaches {value:.0%} of the roofline"."""
 
     def answer(entries: Sequence[Entry]) -> str | None:
-        found = [(figure, entry) for entry in entries if (figure := value(entry)) is not None]
+        found = [(number, entry) for entry in entries if (number := value(entry)) is not None]
         if not found:
             return None
-        figure, entry = max(found, key=lambda each: each[0])
-        text = words.format(name=implementation(entry), value=figure)
-        return at(entries, [entry]) + text
+        number, entry = max(found, key=lambda each: each[0])
+        return sentence(where(entry, entries), words.format(name=called(entry), value=number))
 
     return answer
 
@@ -143,67 +142,44 @@ def most(value: Callable[[Entry], float | None], words: str) -> Answer:
 def goals(entries: Sequence[Entry]) -> str | None:
     """How many goals were reached, missed and left undecided."""
     counts = Counter(outcome for entry in entries for _, outcome in goal_outcomes(entry["extra_info"]))
-    return ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()) or None
-
-
-def largest_case(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries of the case and world size with most work; those with several implementations come first."""
-    cases: dict[Any, list[Entry]] = {}
-    for entry in entries:
-        row = entry["extra_info"]
-        cases.setdefault((row["case"]["id"], row["world_size"]), []).append(entry)
-    several = [case for case in cases.values() if has_several(case)]
-    return max(several or list(cases.values()), key=lambda case: (_work(case[0]), len(case)))
-
-
-def at(entries: Sequence[Entry], case: Sequence[Entry]) -> str:
-    """A prefix such as "s4096: ": the parts of the case's id that other cases lack; empty if there is only one case."""
-    ids = {entry["extra_info"]["case"]["id"] for entry in entries}
-    parts = [set(each.split("-")) for each in ids]
-    own = [part for part in case[0]["extra_info"]["case"]["id"].split("-") if not all(part in each for each in parts)]
-    return f"{' '.join(own)}: " if own else ""
-
-
-def _work(entry: Entry) -> tuple[float, float, int]:
-    work = entry["extra_info"]["work"]
-    return work.get("flops", 0), work.get("bytes_moved", 0), entry["extra_info"]["world_size"]
+    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+    return f"Goals: {said}." if said else None
 
 
 def _smallest(case: Sequence[Entry], after: Entry) -> str | None:
-    """The smallest peak in words; without the name if it belongs to `after`, the fastest, which was just named."""
+    """The smallest peak in words; "it" is `after`, the fastest, which was just named."""
     metered = _metered(case)
     if not metered:
         return None
-    least = min(map(_tensors, metered))
-    names = [implementation(entry) for entry in metered if _tensors(entry) == least]
+    least = min(metered, key=_bytes)
+    names = [implementation(entry) for entry in metered if _bytes(entry) == _bytes(least)]
     if len(names) == len(metered):
-        return f"all {size(least)}"
+        return f"all need the same memory, {size(_bytes(least))}"
     peer = of_peer(metered)
-    if peer is not None and least > NEAR * _tensors(peer):
-        return NONE_SMALLER
-    figure = size(least) if peer is None else f"{times(least / _tensors(peer))} memory"
-    return figure if implementation(after) in names else f"{names[0]} {figure}"
+    if peer is not None and _bytes(least) > NEAR * _bytes(peer):
+        return f"none needs less memory than {called(peer)}"
+    name = "it" if implementation(after) in names else called(least)
+    if peer is None:
+        return f"{name} needs least memory, {size(_bytes(least))}"
+    return f"{name} needs least memory, {figure(_bytes(least) / _bytes(peer))} of that of {called(peer)}"
 
 
 def _alone(entry: Entry) -> str:
     """The figures of a question's only implementation."""
     row = entry["extra_info"]
-    said = [f"{row['implementation']} {milliseconds(entry['stats']['mean'])}"]
+    said = f"{called(entry)} takes {milliseconds(entry['stats']['median'])}"
     if row["time"].get("ratio"):
-        said.append(beside(ratio_to_peer(entry, peer=None), row["time"]["peer"]))
-    if "tensors" in row["memory"]:
-        said.append(size(row["memory"]["tensors"]))
-    return ", ".join(said)
-
-
-def size(nbytes: int) -> str:
-    """As in "1.50 MiB"; below a hundredth of a MiB in bytes."""
-    return f"{mib(nbytes)} MiB" if nbytes >= 2**20 / 100 else f"{nbytes:,} bytes"
+        said += f", {beside(ratio_to_peer(entry), row['time']['peer'])}"
+    if (needed := tensors(entry)) is not None:
+        said += f"; it needs {size(needed)}"
+    return said
 
 
 def _metered(case: Sequence[Entry]) -> list[Entry]:
-    return [entry for entry in case if "tensors" in entry["extra_info"]["memory"]]
+    return [entry for entry in case if tensors(entry) is not None]
 
 
-def _tensors(entry: Entry) -> int:
-    return entry["extra_info"]["memory"]["tensors"]
+def _bytes(entry: Entry) -> int:
+    """Tensors at the peak of an entry that was metered."""
+    nbytes: int = entry["extra_info"]["memory"]["tensors"]
+    return nbytes

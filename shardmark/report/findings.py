@@ -1,58 +1,216 @@
-"""Findings of a run, in full sentences."""
+"""The most telling comparisons of a run, each in a sentence, and what the run leaves undecided.
+
+A finding compares an implementation with the peer of its race, in one case: the time where the 95% interval of the
+ratio excludes 1, and time or memory where it differs by 5% or more. Its figures are the row's own.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardmark.report.ranking import implementation, time_beside, who
+from shardmark.report.answers import NO_ANSWER, NOT_MEASURED, counted
+from shardmark.report.questions import OTHERS
+from shardmark.report.ranking import implementation, same_case, tensors, who
 from shardmark.report.summary import Summary
+from shardmark.report.words import OPEN, called, share, where
 from shardmark.rows.columns import Entry
+from shardmark.verdict.betting import UNDECIDED
+
+DIFFERS = 0.05
+"""Least relative difference of two times or two peaks that is worth a sentence."""
+
+MOST_BARS = 5
+"""Most implementations in a finding's picture, its peer among them."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence on a question's rows; `bars` are (implementation, time, memory or None), relative to the peer."""
+    """A comparison of two implementations: a sentence, the question that it belongs to, and its picture."""
 
     sentence: str
     question: str
     bars: tuple[tuple[str, float, float | None], ...]
+    """(implementation, time relative to the peer, memory relative to the peer): the peer first, with 1.0, then the one
+    that the sentence is about."""
     weight: float
+    """Effect on time and memory together, in powers of two."""
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """An implementation beside a peer, in one case."""
+
+    mine: Entry
+    peer: Entry | None
+    """None where the peer has no row in the case."""
+    is_raced: bool
+
+    @property
+    def time(self) -> float:
+        """The ratio of their times: the race's, otherwise the quotient of the medians."""
+        ratio: float | None = self.mine["extra_info"]["time"].get("ratio") if self.is_raced else None
+        if ratio is None and self.peer is not None:
+            ratio = self.mine["stats"]["median"] / self.peer["stats"]["median"]
+        return ratio or 1.0
+
+    @property
+    def is_time_decided(self) -> bool:
+        """Whether the ratio's interval excludes 1."""
+        low, high = (self.is_raced and self.mine["extra_info"]["time"].get("interval")) or (0.0, math.inf)
+        return bool(high < 1 or low > 1)
+
+    @property
+    def is_time_telling(self) -> bool:
+        """Whether the time is decided, and differs enough."""
+        return self.is_time_decided and abs(self.time - 1) >= DIFFERS
+
+    @property
+    def memory(self) -> float | None:
+        """The ratio of their tensors at the peak; None where one was not metered."""
+        mine, theirs = tensors(self.mine), None if self.peer is None else tensors(self.peer)
+        return mine / theirs if mine is not None and theirs else None
+
+    @property
+    def is_memory_telling(self) -> bool:
+        return self.memory is not None and abs(self.memory - 1) >= DIFFERS
+
+    @property
+    def gain(self) -> float:
+        """Powers of two that it saves, of time and of memory together; negative where it costs more.
+
+        Time that may be saved does not count; time that may be lost does.
+        """
+        time = -math.log2(self.time) if self.is_time_decided or self.time > 1 else 0.0
+        return time - (math.log2(self.memory) if self.memory and self.is_memory_telling else 0.0)
+
+    @property
+    def subject(self) -> tuple[str, str, str]:
+        """Family, implementation and peer: two findings with one subject say much the same."""
+        return self.mine["extra_info"]["family"], implementation(self.mine), self.peer_name
+
+    @property
+    def peer_name(self) -> str:
+        return implementation(self.peer) if self.peer is not None else str(self.mine["extra_info"]["time"]["peer"])
 
 
 def findings(summary: Summary, most: int = 8) -> list[Finding]:
-    """The most telling ones first: of each question, the fastest raced row."""
-    found: dict[str, Finding] = {}
-    for entry in summary.entries:
-        time = entry["extra_info"]["time"]
-        peers = [each for each in summary.entries if _raced(entry, each)]
-        if entry["stats"] and time.get("interval") and time["interval"][1] < 1 and peers:
-            each = _finding(entry, peers[0])
-            found[each.question] = max(found.get(each.question, each), each, key=lambda one: one.weight)
-    return sorted(found.values(), key=lambda one: -one.weight)[:most]
-
-
-def _raced(entry: Entry, peer: Entry) -> bool:
-    mine, theirs = entry["extra_info"], peer["extra_info"]
-    same = (entry["group"], mine["case"]["id"]) == (peer["group"], theirs["case"]["id"])
-    return same and bool(peer["stats"]) and implementation(peer) == mine["time"]["peer"]
-
-
-def _finding(entry: Entry, peer: Entry) -> Finding:
-    ratio = time_beside([entry, peer], entry, peer).mid
-    mine, theirs = (each["extra_info"]["memory"].get("tensors") for each in (entry, peer))
-    memory = mine / theirs if mine and theirs else None
-    text = f"At {entry['extra_info']['case']['id']} {who(entry)[1]} takes {ratio:.2f} of {who(peer)[1]}'s time"
-    text += f" and {memory:.2f} of its memory." if memory else "."
-    bars = (who(peer)[1], 1.0, 1.0 if memory else None), (who(entry)[1], ratio, memory)
-    return Finding(text, entry["group"], bars, 1 / ratio)
+    """At most `most` findings, the most telling first: one a question, and of each family one before any second."""
+    best: list[tuple[_Pair, Finding]] = []
+    for text, entries in _by_question(summary):
+        telling = [pair for pair in _pairs(entries) if pair.is_time_telling or pair.is_memory_telling]
+        if telling:
+            pair = max(telling, key=lambda each: each.gain)
+            if pair.gain <= 0:  # none saves anything: the one that shows best what the peer saves
+                pair = min(telling, key=lambda each: each.gain)
+            best.append((pair, Finding(_sentence(pair, entries), text, _bars(pair, entries), abs(pair.gain))))
+    best.sort(key=lambda each: -each[1].weight)
+    families: dict[str, Finding] = {}
+    subjects: dict[tuple[str, str, str], Finding] = {}
+    for pair, finding in best:
+        families.setdefault(pair.subject[0], finding)
+        subjects.setdefault(pair.subject, finding)
+    chosen = list(dict.fromkeys([*families.values(), *subjects.values()]))[:most]
+    return sorted(chosen, key=lambda each: -each.weight)
 
 
 def undecided(summary: Summary) -> list[str]:
-    """A sentence for each question without a decided finding."""
-    decided = {each.question for each in findings(summary, most=1000)}
-    return [f"{text}: undecided." for text in dict.fromkeys(e["group"] for e in summary.entries) if text not in decided]
+    """A sentence for each question without a finding whose answer is undecided, or that was not measured."""
+    told = {each.question for each in findings(summary)}
+    said = [
+        (text or OTHERS, answer) for text, _, answer in summary.questions.answers(summary.entries, summary.outcomes)
+    ]
+    return [
+        f"{text} {answer}"
+        for text, answer in said
+        if text not in told and (UNDECIDED in answer or answer.startswith((NO_ANSWER, NOT_MEASURED)))
+    ]
 
 
 def verdict(summary: Summary) -> str:
-    """One sentence on the run."""
-    return f"{len(summary.outcomes.failed)} tests failed; {summary.outcomes.counted()}."
+    """How the run ended, in one sentence."""
+    outcomes = summary.outcomes
+    failed, passed, open_ = len(outcomes.failed), len(outcomes.passed), len(outcomes.undecided)
+    ran = failed + passed + open_
+    if failed:
+        text = f"{failed} of {ran} tests failed."
+    elif open_:
+        text = f"No test failed, and {open_} of {ran} {'is' if open_ == 1 else 'are'} undecided."
+    elif passed:
+        text = f"{f'All {ran} tests' if ran > 1 else 'The only test'} passed: every budget was met."
+    else:
+        text = "No test ran to its end."
+    if outcomes.has_ended() and summary.has_outcomes:
+        return text
+    why = (
+        "The run ended before its last test."
+        if summary.has_outcomes
+        else "The file has rows alone, and no tests' ends."
+    )
+    return f"{why} So far: {text[:1].lower()}{text[1:]}"
+
+
+def _by_question(summary: Summary) -> Iterator[tuple[str, list[Entry]]]:
+    """Each question with the entries that count and have times."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in counted(summary.entries, summary.outcomes.failed):
+        if entry["stats"] is not None:
+            groups.setdefault(entry["group"] or OTHERS, []).append(entry)
+    yield from groups.items()
+
+
+def _pairs(entries: Sequence[Entry]) -> list[_Pair]:
+    """Each metered implementation of a question beside the peer of its race.
+
+    Without any race, each beside the one with most memory, in the case of most implementations.
+    """
+    cases: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if tensors(entry) is not None:
+            cases.setdefault(same_case(entry), []).append(entry)
+    raced = any(entry["extra_info"]["time"].get("ratio") is not None for entry in entries)
+    if raced or not cases:
+        return [pair for case in cases.values() for pair in _raced(case)]
+    return [*_beside_the_largest(max(cases.values(), key=len))]
+
+
+def _raced(case: Sequence[Entry]) -> Iterator[_Pair]:
+    for mine in case:
+        row = mine["extra_info"]
+        peer = row["family"], row["time"].get("peer")
+        if row["time"].get("ratio") is not None:
+            yield _Pair(mine, next((each for each in case if who(each) == peer), None), True)
+
+
+def _beside_the_largest(case: Sequence[Entry]) -> Iterator[_Pair]:
+    largest = max(case, key=lambda each: tensors(each) or 0)
+    yield from (_Pair(mine, largest, False) for mine in case if mine is not largest)
+
+
+def _sentence(pair: _Pair, entries: Sequence[Entry]) -> str:
+    """As in "At 2,048 tokens, SDPA takes 0.39 of the time and 0.079 of the memory of eager attention."."""
+    place, name, memory = where(pair.mine, entries), called(pair.mine), pair.memory
+    peer = pair.peer_name if pair.peer is None else called(pair.peer)
+    takes = "is predicted to take" if pair.mine["extra_info"].get("simulated") else "takes"
+    start = f"{place}, {name} {takes}" if place else f"{name[:1].upper()}{name[1:]} {takes}"
+    less = share(memory, "memory") if memory is not None else ""
+    if pair.is_time_decided and not pair.is_time_telling:
+        return f"{start} {less} of {peer}, in about the same time."
+    if not pair.is_time_decided:
+        time = OPEN if pair.is_raced else "their times were not raced"
+        return f"{start} {less} of {peer}; {time}."
+    time = share(pair.time, "time")
+    if pair.is_memory_telling:
+        return f"{start} {time} and {less} of {peer}."
+    alike = "" if memory is None else " in the same memory" if memory == 1 else " in about the same memory"
+    return f"{start} {time} of {peer}{',' * bool(alike)}{alike}."
+
+
+def _bars(pair: _Pair, entries: Sequence[Entry]) -> tuple[tuple[str, float, float | None], ...]:
+    """The peer, the implementation, and the fastest of the others beside the same peer."""
+    others = [each for each in _pairs(entries) if each.peer is not None and each.peer is pair.peer]
+    others = [each for each in others if each.mine is not pair.mine]
+    shown = [pair, *sorted(others, key=lambda each: each.time)]
+    bars = [(implementation(each.mine), each.time, each.memory) for each in shown]
+    return (pair.peer_name, 1.0, None if pair.memory is None else 1.0), *bars[: MOST_BARS - 1]

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from shardmark.report.answers import LEGEND
 from shardmark.report.changes import OPEN, Changes, changes
+from shardmark.report.findings import findings, undecided, verdict
 from shardmark.report.outcomes import first_line
 from shardmark.report.summary import Summary
 from shardmark.report.tables import render
@@ -63,6 +63,7 @@ def _in_short(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
     outcomes = summary.outcomes
     yield "# What this run says"
     when = f"  \nMeasured on {inert(summary.date)}." if summary.date else ""
+    yield from ("", f"**{inert(verdict(summary))}**")
     yield from ("", f"{inert(summary.where())}  ", f"{inert(summary.what())}{when}")
     if busy := summary.busy():
         yield from ("", f"{busy.capitalize()}.")
@@ -75,9 +76,13 @@ def _in_short(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
         missed = list(summary.missed())
         if missed:
             yield from ("", *_table(["missed", "by"], missed[:MOST]), *_rest(len(missed)))
+    if found := findings(summary):
+        yield from ("", "## Findings", "", *(f"- {inert(each.sentence)}" for each in found))
+    if open_questions := undecided(summary):
+        yield from ("", "## Undecided or not measured", "", *(f"- {inert(each)}" for each in open_questions))
     answers = list(summary.questions.answers(summary.entries, outcomes))
     names = [summary.questions.name(text) for text, *_ in answers]
-    yield from ("", "## Answers", "", inert(LEGEND), "")
+    yield from ("", "## Answers", "")
     yield from _table(["question", "answer"], [(name, said) for name, (*_, said) in zip(names, answers, strict=True)])
     yield from ("", "## Tables")
 

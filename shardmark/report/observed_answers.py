@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from shardmark.api import MB
 from shardmark.meter.kernels import MATRIX_PRODUCT
-from shardmark.report.answers import Answer, at, fastest_and_smallest, largest_case
-from shardmark.report.ranking import beside, fastest_of, implementation, median_seconds, time_beside, times
+from shardmark.report.answers import Answer
+from shardmark.report.ranking import fastest_of, implementation, largest_case, median_seconds, time_beside
+from shardmark.report.words import beside, called, figure, first_place, is_fastest, sentence, share, where
 from shardmark.rows.columns import Entry, Row
 from shardmark.text import mib
-from shardmark.verdict.betting import UNDECIDED
 
 
 def hides(other: str) -> Answer:
@@ -23,18 +23,14 @@ def hides(other: str) -> Answer:
     def answer(entries: Sequence[Entry]) -> str:
         case = largest_case(entries)
         fastest = fastest_of(case)
-        name, hidden = implementation(fastest.entry), fastest.entry["extra_info"]["time"]["hidden"]
-        theirs = _entry_of(case, other)
+        place, hidden = where(fastest.entry, entries), fastest.entry["extra_info"]["time"]["hidden"]
+        theirs = next((entry for entry in case if implementation(entry) == other), None)
         if not hidden or theirs is None:
-            return at(entries, case) + str(fastest)
-        time = beside(time_beside(case, fastest.entry, theirs), other)
-        return f"{at(entries, case)}{name} hides {hidden:.0%} of communication, {time}"
+            return sentence(place, is_fastest(fastest, case))
+        time = beside(time_beside(case, fastest.entry, theirs), called(theirs))
+        return sentence(place, f"{called(fastest.entry)} hides {hidden:.0%} of communication and takes {time}")
 
     return answer
-
-
-def _entry_of(case: Sequence[Entry], name: str) -> Entry | None:
-    return next((entry for entry in case if implementation(entry) == name), None)
 
 
 def fastest_by_collective(entries: Sequence[Entry]) -> str:
@@ -44,9 +40,8 @@ def fastest_by_collective(entries: Sequence[Entry]) -> str:
         kinds.setdefault(entry["extra_info"]["case"]["collective"], []).append(entry)
     winners: dict[str, list[str]] = {}
     for kind, own in kinds.items():
-        fastest = fastest_of(largest_case(own))
-        winners.setdefault(UNDECIDED if fastest.rivals else implementation(fastest.entry), []).append(kind)
-    return "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in winners.items())
+        winners.setdefault(first_place(fastest_of(largest_case(own))), []).append(kind.replace("_", "-"))
+    return sentence("", "; ".join(f"for {' and '.join(kinds)}, {said}" for said, kinds in winners.items()))
 
 
 def best_bucket(entries: Sequence[Entry]) -> str | None:
@@ -54,31 +49,21 @@ def best_bucket(entries: Sequence[Entry]) -> str | None:
     sizes: dict[str, dict[int, Entry]] = {}
     for entry in entries:
         if (size := entry["extra_info"]["case"].get("bucket_mb")) is not None:
-            sizes.setdefault(implementation(entry), {})[size] = entry
-    said = [f"{wrapper} {_best_size(of)}" for wrapper, of in sizes.items()]
+            sizes.setdefault(called(entry), {})[size] = entry
+    said = [f"for {wrapper} {_best_size(of)}" for wrapper, of in sizes.items()]
     models = [row["time"]["model"] for row in rows(entries) if "model" in row["time"]]
-    said += [f"model {models[0]['best_bytes'] / MB:.2g} MB"] if models else []
-    return ", ".join(said) or None
+    if models:
+        said.append(f"by the time of single all-reduces {models[0]['best_bytes'] / MB:.2g} MB should be best")
+    return sentence("", "; ".join(said)) if said else None
 
 
 def _best_size(of: dict[int, Entry]) -> str:
     seconds = {size: median_seconds(entry) for size, entry in of.items()}
     best = min(seconds, key=lambda size: seconds[size].mid)
     tied = sorted(size for size, span in seconds.items() if span.low <= seconds[best].high)
-    return UNDECIDED if len(tied) == len(seconds) > 1 else f"{' or '.join(map(str, tied))} MB"
-
-
-def fastest_and_smallest_rung(entries: Sequence[Entry]) -> str | None:
-    """The fastest step and the one of fewest bytes, among steps of one model with the same options.
-
-    A rung's id begins with its step; without that part, rungs that differ in the step alone are one case.
-    """
-    return fastest_and_smallest([_without_step(entry) for entry in entries])
-
-
-def _without_step(entry: Entry) -> Entry:
-    row, case = entry["extra_info"], entry["extra_info"]["case"]
-    return {**entry, "extra_info": {**row, "case": {**case, "id": case["id"].removeprefix(f"{case['step']}-")}}}
+    if len(tied) == len(seconds) > 1:
+        return "the best size is undecided"
+    return f"{' or '.join(map(str, tied))} MB is best"
 
 
 def held_while_made(entries: Sequence[Entry]) -> str | None:
@@ -86,28 +71,38 @@ def held_while_made(entries: Sequence[Entry]) -> str | None:
     peaks = {row["case"]["meta"]: max(s["peak"] for s in row["memory"]["stages"].values()) for row in rows(entries)}
     if len(peaks) < 2:
         return None
-    return f"made on meta at most {mib(peaks[True])} MiB, {times(peaks[True] / peaks[False])} made whole"
+    less = share(peaks[True] / peaks[False], "memory")
+    return (
+        f"With the model made on the meta device a rank holds at most {mib(peaks[True])} MiB, "
+        f"{less} of the whole model made on each rank."
+    )
 
 
 def who_trains(entries: Sequence[Entry]) -> str:
     """Which variants train (their loss falls), and how many bytes the others hold beside them."""
-    losses = {row["implementation"]: row["losses"] for row in rows(entries)}
-    held = {row["implementation"]: list(row["memory"]["stages"].values())[-1]["live"] for row in rows(entries)}
+    losses = {called(entry): entry["extra_info"]["losses"] for entry in entries}
+    held = {called(entry): [*entry["extra_info"]["memory"]["stages"].values()][-1]["live"] for entry in entries}
     falls = [name for name, values in losses.items() if values[-1] < values[0]]
     stays = [name for name in losses if name not in falls]
     if not stays or not falls:
-        return f"{'all' if falls else 'none'} of {len(losses)} train"
-    more = max(held[name] for name in stays) / max(held[name] for name in falls)
-    return f"made {' and '.join(stays)} nothing trains, {times(more)} held; {len(falls)} others train"
+        return f"The loss falls in {'all' if falls else 'none'} of {len(losses)} variants."
+    more = share(max(held[name] for name in stays) / max(held[name] for name in falls), "memory")
+    return sentence(
+        "", f"the loss falls with {', '.join(falls)}; it stays with {', '.join(stays)}, and a rank holds {more} then"
+    )
 
 
 def efficiencies(entries: Sequence[Entry]) -> str:
     """The best efficiency of strong and of weak scaling."""
-    best: dict[str, tuple[float, str]] = {}
-    for row in rows(entries):
-        kind = row["case"]["kind"]
-        best[kind] = max(best.get(kind, (0.0, "")), (row["work"]["efficiency"], row["implementation"]))
-    return ", ".join(f"{kind} {value:.0%} with {name}" for kind, (value, name) in best.items())
+    best: dict[str, Entry] = {}
+    for entry in entries:
+        kind = entry["extra_info"]["case"]["kind"]
+        best[kind] = max(best.get(kind, entry), entry, key=lambda each: each["extra_info"]["work"]["efficiency"])
+    said = []
+    for kind, entry in best.items():
+        ranks, best_share = entry["extra_info"]["world_size"], entry["extra_info"]["work"]["efficiency"]
+        said.append(f"{kind} scaling to {ranks} ranks is at most {best_share:.0%} efficient, with {called(entry)}")
+    return sentence("", "; ".join(said))
 
 
 def largest_kinds(entries: Sequence[Entry]) -> str:
@@ -116,7 +111,8 @@ def largest_kinds(entries: Sequence[Entry]) -> str:
     kinds = case[0]["extra_info"]["memory"]["kinds"]["peak"]
     first, second = sorted(kinds, key=lambda kind: kinds[kind], reverse=True)[:2]
     total = sum(kinds.values())
-    return f"{at(entries, case)}{first} {kinds[first] / total:.0%}, {second} {kinds[second] / total:.0%} of the peak"
+    shares = f"{first} are {kinds[first] / total:.0%} and {second} {kinds[second] / total:.0%} of the peak's memory"
+    return sentence(where(case[0], entries), shares)
 
 
 def largest_parts(entries: Sequence[Entry]) -> str:
@@ -127,17 +123,19 @@ def largest_parts(entries: Sequence[Entry]) -> str:
     first, second = sorted(parts, key=lambda part: parts[part], reverse=True)[:2]
     total = sum(parts.values())
     products = sum(phase["categories"][MATRIX_PRODUCT] for phase in phases) / sum(phase["seconds"] for phase in phases)
-    shares = f"{first} {parts[first] / total:.0%}, {second} {parts[second] / total:.0%}"
-    return f"{at(entries, case)}{shares}; matrix products {products:.0%}"
+    shares = f"{first} takes {parts[first] / total:.0%} and {second} {parts[second] / total:.0%} of the step"
+    return sentence(where(case[0], entries), f"{shares}; matrix products take {products:.0%} of its kernels' time")
 
 
 def warmed_up(entries: Sequence[Entry]) -> str:
     """The rounds without warm-ups beside those after the most warm-ups: their mean, and their spread."""
     case = largest_case(entries)
     after = case[0]["extra_info"]["time"]["after_warmups"]
-    cold, warm = (after[count] for count in (min(after, key=int), max(after, key=int)))
-    spread = f", {cold['stddev'] / warm['stddev']:.2g}x the spread" if warm["stddev"] else ""
-    return f"{at(entries, case)}rounds without {times(cold['mean'] / warm['mean'])} as long{spread}"
+    least, most = min(after, key=int), max(after, key=int)
+    cold, warm = after[least], after[most]
+    spread = f", and vary {figure(cold['stddev'] / warm['stddev'])} times as much" if warm["stddev"] else ""
+    longer = f"rounds after {least} warm-ups take {figure(cold['mean'] / warm['mean'])} times as long as after {most}"
+    return sentence(where(case[0], entries), f"{longer}{spread}")
 
 
 def rows(entries: Iterable[Entry]) -> list[Row]:

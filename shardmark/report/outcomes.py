@@ -17,7 +17,7 @@ from shardmark.verdict.betting import UNDECIDED
 OWN = ("Failed: ", "shardmark.ranks.failures.RankError: ")
 """Exception names that are cut from the front of a reason, as the text after them says all."""
 
-FAILED, SKIPPED, PASSED = "failed", "skipped", "passed"
+FAILED, SKIPPED, PASSED, COLLECTED = "failed", "skipped", "passed", "collected"
 
 LEFT_OPEN = pytest.StashKey[str]()
 """In the stash of a test's item: the verdict that its rounds leave open, in words."""
@@ -59,30 +59,47 @@ class Outcomes:
     failed: dict[str, str] = field(default_factory=dict)
     undecided: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    collected: int = 0
+    """Number of tests that the run was to run; 0: unknown."""
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Outcomes:
         """Read what `saved` wrote to a run's file."""
-        return cls(set(saved[PASSED]), *(saved[name] for name in (FAILED, UNDECIDED, SKIPPED)))
+        failed, undecided, skipped = (saved[name] for name in (FAILED, UNDECIDED, SKIPPED))
+        return cls(set(saved[PASSED]), failed, undecided, skipped, saved.get(COLLECTED, 0))
 
     def saved(self) -> dict[str, Any]:
-        """For a run's file: the names of the tests that passed; of all others, the reason by name."""
+        """For a run's file: the names of the tests that passed, and of all others the reason by name."""
         return {
             PASSED: sorted(self.passed),
             FAILED: self.failed,
             UNDECIDED: self.undecided,
             SKIPPED: self.skipped,
+            COLLECTED: self.collected,
         }
+
+    def has_ended(self) -> bool:
+        """Whether every test was run, as far as is known."""
+        return len({*self.passed, *self.failed, *self.undecided, *self.skipped}) >= self.collected
 
     def counted(self) -> str:
         """As in "7 passed, 2 failed"; an outcome that no test has is left out."""
-        counts = {name: len(tests) for name, tests in self.saved().items()}
+        counts = {
+            PASSED: len(self.passed),
+            FAILED: len(self.failed),
+            UNDECIDED: len(self.undecided),
+            SKIPPED: len(self.skipped),
+        }
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
     def why_skipped(self, tests: set[str]) -> str | None:
         """The most common reason among those of `tests` that were skipped."""
         reasons = Counter(why for test, why in self.skipped.items() if test in tests)
         return reasons.most_common(1)[0][0] if reasons else None
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Count the tests; where xdist's workers collect them, the number is not known here."""
+        self.collected = len(session.items)
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardmark.report.answers import NO_ANSWER, Answer, answered, fastest_and_smallest
+from shardmark.report.answers import NO_ANSWER, NOT_MEASURED, Answer, answered, fastest_and_smallest
 from shardmark.report.outcomes import Outcomes, first_line
 from shardmark.report.plots import Plot, saved
 from shardmark.rows.columns import COLUMNS, DEFAULT, Column, Entry, among
@@ -47,7 +47,7 @@ class Question:
 
     columns: tuple[Column, ...] = tuple(COLUMNS[name] for name in DEFAULT)
     short: str | None = None
-    """The question in a few words, printed before the answer on the same line."""
+    """The question in a few words, for lists of questions."""
     answer: Answer | str = fastest_and_smallest
     """A function of the question's rows; or the text of a derived answer, which holds if the tests pass."""
     derivation: tuple[str, ...] = ()
@@ -62,17 +62,17 @@ class Question:
     """The answer, read from a run's file."""
 
     def answered(self, entries: Sequence[Entry], outcomes: Outcomes) -> str | None:
-        """The answer in one line, or why there is none; None if the question has no cases at this scale."""
+        """The answer, or why there is none; None if the question has no cases at this scale."""
         if self.kept_answer is not None:
             return self.kept_answer
         if entries and not isinstance(self.answer, str):
             return answered(entries, self.answer, outcomes.failed)
         if failed := self.tests & outcomes.failed.keys():
-            return f"{NO_ANSWER}: {len(failed)} failed"
+            return f"{NO_ANSWER}: {len(failed)} failed."
         if isinstance(self.answer, str) and self.tests & outcomes.passed:
             return self.answer
         why = outcomes.why_skipped(self.tests)
-        return None if why is None or why.startswith(NO_CASES) else f"not measured: {first_line(why)}"
+        return None if why is None or why.startswith(NO_CASES) else f"{NOT_MEASURED}: {first_line(why).rstrip('.')}."
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
         """The lines under its table: the derivation, then those of the observers."""

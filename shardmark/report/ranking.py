@@ -1,24 +1,24 @@
 """Which implementation is fastest: each one's time as a ratio to one common peer's, with its interval.
 
-fastest = fastest_of(entries)      # of one case
-str(fastest)                       # "bucketed or ddp 0.73x naive"
+fastest = fastest_of(largest_case(entries))
+fastest.time, fastest.rivals
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardmark.rows.columns import Entry
-from shardmark.verdict.betting import UNDECIDED
 
 Who = tuple[str, str]
 """(family, implementation): two families may use the same name."""
 
 ERRORS = 3.0
-"""Half-width of a median's span in standard errors, for ratios without an interval: machines drift."""
+"""Half-width of a median's span in standard errors: machines drift."""
 
 MEDIAN_ERROR = 0.93
 """Standard error of a median, in quartile ranges over the root of the rounds: 1.253 deviations of 0.741 ranges each,
@@ -50,22 +50,6 @@ class Span:
 ONE = Span(1.0, 1.0, 1.0)
 
 
-def times(ratio: float) -> str:
-    """A ratio in two digits or so: 0.73x, 12x."""
-    return f"{ratio:.2f}x" if 0.095 <= ratio < 9.95 else f"{ratio:.2g}x" if ratio < 100 else f"{ratio:,.0f}x"
-
-
-def milliseconds(seconds: float) -> str:
-    """Milliseconds in three digits."""
-    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
-
-
-def beside(ratio: Span, what: str) -> str:
-    """As in "0.73x naive"; marked undecided if the span includes 1."""
-    text = f"{times(ratio.mid)} {what}"
-    return text if ratio.is_decided else f"{text} ({UNDECIDED})"
-
-
 @dataclass(frozen=True)
 class Fastest:
     """The fastest implementation, and its rivals: those whose intervals overlap its own."""
@@ -74,28 +58,23 @@ class Fastest:
     time: Span
     """Ratio to the peer; without a peer, seconds."""
     peer: Who | None
-    rivals: tuple[str, ...]
+    rivals: tuple[Entry, ...]
     slower: int
     """How many are slower for certain."""
-
-    def __str__(self) -> str:
-        name, is_open = implementation(self.entry), bool(self.rivals) and not self.slower
-        if self.rivals and self.slower:
-            name += f" or {self.rivals[0] if len(self.rivals) == 1 else f'{len(self.rivals)} others'}"
-        if self.peer is None or self.peer == who(self.entry):
-            figure = milliseconds(self.entry["stats"]["median"]) + (f" ({UNDECIDED})" if is_open else "")
-        else:
-            figure = beside(replace(self.time, high=math.inf) if is_open else self.time, self.peer[1])
-        return f"{name} {figure}"
 
 
 def fastest_of(case: Sequence[Entry]) -> Fastest:
     """The fastest among the entries of one case."""
     peer = peer_of(case)
     first = _first(case)
-    (best, time), *others = sorted(relative_times(case, peer).items(), key=lambda item: item[1].mid)
-    rivals = tuple(other[1] for other, theirs in others if theirs.low <= time.high)
-    return Fastest(first[best], time, peer, rivals, len(others) - len(rivals))
+    spans = relative_times(case, peer)
+    best = min(spans, key=lambda each: (spans[each].high == math.inf, spans[each].mid))
+    rivals = [each for each in spans if each != best and spans[each].low <= spans[best].high]
+    slower = len(spans) - 1 - len(rivals)
+    if not slower:
+        best = min(spans, key=lambda each: spans[each].mid)
+        rivals = [each for each in spans if each != best]
+    return Fastest(first[best], spans[best], peer, tuple(first[each] for each in rivals), slower)
 
 
 def implementation(entry: Entry) -> str:
@@ -107,6 +86,38 @@ def implementation(entry: Entry) -> str:
 def who(entry: Entry) -> Who:
     """An entry's family and implementation."""
     return entry["extra_info"]["family"], implementation(entry)
+
+
+def same_case(entry: Entry) -> str:
+    """Equal for entries of one case and world size.
+
+    A case may name the implementation that runs it, and then so does its id; neither counts.
+    """
+    row = entry["extra_info"]
+    case = {name: value for name, value in row["case"].items() if value != row["implementation"]}
+    if len(case) < len(row["case"]):
+        del case["id"]
+    return json.dumps([case, row["world_size"]], sort_keys=True)
+
+
+def largest_case(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries of the case and world size with most work; those with several implementations come first."""
+    cases: dict[str, list[Entry]] = {}
+    for entry in entries:
+        cases.setdefault(same_case(entry), []).append(entry)
+    several = [case for case in cases.values() if has_several(case)]
+    return max(several or list(cases.values()), key=lambda case: (_work(case[0]), len(case)))
+
+
+def _work(entry: Entry) -> tuple[float, float, int]:
+    work = entry["extra_info"]["work"]
+    return work.get("flops", 0), work.get("bytes_moved", 0), entry["extra_info"]["world_size"]
+
+
+def tensors(entry: Entry) -> int | None:
+    """Bytes of tensors at the peak; None where memory was not metered."""
+    found: int | None = entry["extra_info"]["memory"].get("tensors")
+    return found
 
 
 def has_several(case: Sequence[Entry]) -> bool:
@@ -143,7 +154,7 @@ def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
     """Each implementation's time as a ratio to the peer's; without a peer, in seconds.
 
     Ratios measured in pairs are multiplied along the chain of races to the peer (A to B, B to the peer), and so are the
-    ends of their intervals. Without such a chain it is the ratio of the times.
+    ends of their intervals. Without such a chain it is the quotient of the times, which decides nothing.
     """
     first = _first(case)
     if peer is None:
@@ -157,37 +168,28 @@ def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
                 found[there] = found[here] * step
                 reached.append(there)
     if peer in first:
-        unit = median_seconds(first[peer]).inverse
-        found = {each: median_seconds(entry) * unit for each, entry in first.items()} | found
+        unit = first[peer]["stats"]["median"]
+        for each, entry in first.items():
+            found.setdefault(each, Span(0.0, entry["stats"]["median"] / unit, math.inf))
     return {each: found[each] for each in first if each in found}
 
 
 def _races(case: Sequence[Entry]) -> list[tuple[Who, Who, Span]]:
     """Each race: implementation, peer, and the ratio of their times."""
-    first, races = _first(case), []
+    races = []
     for entry in case:
         row = entry["extra_info"]
         if row["time"].get("ratio"):
             peer = row["family"], row["time"]["peer"]
-            races.append((who(entry), peer, ratio_to_peer(entry, first.get(peer))))
+            races.append((who(entry), peer, ratio_to_peer(entry)))
     return races
 
 
-def ratio_to_peer(entry: Entry, peer: Entry | None) -> Span:
-    """The time ratio of an entry that was raced, within its interval.
-
-    Too few rounds give no interval; then the span covers both the measured ratio and the ratio of the two entries' mean
-    times, so that a machine that drifts from row to row decides nothing.
-    """
+def ratio_to_peer(entry: Entry) -> Span:
+    """The time ratio of an entry that was raced, within its interval; too few rounds give none, and decide nothing."""
     time = entry["extra_info"]["time"]
-    ratio: float = time["ratio"]
-    if time["interval"]:
-        low, high = time["interval"]
-        return Span(low, ratio, high)
-    if peer is None:
-        return Span(0.0, ratio, math.inf)
-    medians = median_seconds(entry) * median_seconds(peer).inverse
-    return Span(min(medians.low, ratio), ratio, max(medians.high, ratio))
+    low, high = time["interval"] or (0.0, math.inf)
+    return Span(low, time["ratio"], high)
 
 
 def _first(case: Sequence[Entry]) -> dict[Who, Entry]:

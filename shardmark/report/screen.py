@@ -1,78 +1,128 @@
-"""The screen that ends a run: the machine, what failed, goals and answers."""
+"""The screen that ends a run: the machine, the verdict, what was found, where the rows are, and last what failed.
+
+It has at most `LINES` lines without -v, which adds every answer.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardmark.report.answers import LEGEND
+from shardmark.report.answers import NO_ANSWER, NOT_MEASURED
+from shardmark.report.findings import findings, undecided, verdict
 from shardmark.report.outcomes import first_line
+from shardmark.report.questions import OTHERS
 from shardmark.report.summary import Summary
-from shardmark.text import cut, printable
-from shardmark.verdict.betting import MISSED, UNDECIDED
+from shardmark.text import printable
+from shardmark.verdict.betting import UNDECIDED
 
 LEAST, MOST = 80, 120
 """Characters of a line: the terminal's width, within these limits."""
 
-NAME, SHORT = 38, 28
-"""Most characters of a test's name, and of a question's short form."""
+LINES, BESIDE = 40, 3
+"""Most lines of a run's end; the rule above the screen, pytest's last line and the page's path are among them."""
 
-LINES = 2
-"""Most lines of an answer."""
+FOUND, FOUND_BESIDE_FAILURES = 8, 3
+"""Most findings; fewer leave room for what failed."""
 
-SHOWN = {"failed": 8, UNDECIDED: 3, MISSED: 3}
-"""Lines shown of each kind; the others are counted."""
+MISSED_SHOWN = 3
+"""Missed goals that are shown; the others are counted."""
 
-Styled = tuple[str, dict[str, Any]]
+Style = dict[str, Any]
+Styled = tuple[str, Style]
+PLAIN: Style = {}
+RED, YELLOW, BOLD = ({color: True} for color in ("red", "yellow", "bold"))
 
 
-def screen_lines(summary: Summary, width: int, verbose: bool = False) -> Iterator[Styled]:
-    """Yield (line, colours), at most `width` characters a line; `verbose` shows all lines, uncut."""
+def screen_lines(summary: Summary, width: int, files: Sequence[Styled] = (), verbose: bool = False) -> list[Styled]:
+    """(line, colours), at most `width` characters a line; `files` are the lines that say where the rows are.
+
+    Failures come last and whole: as many as have room, at least one, then the number of the others. `verbose` shows
+    them all, every test that is undecided, every missed goal and every answer.
+    """
+    lines = [*_head(summary, width), *_goals(summary, width, verbose), *_found(summary, width)]
+    if verbose:
+        lines += [*_undecided_tests(summary, width), *_answers(summary, width)]
+    lines += [("", PLAIN), *_counted(summary, width, verbose), *files]
+    return [*lines, *_failures(summary, width, None if verbose else LINES - BESIDE - len(lines))]
+
+
+def _head(summary: Summary, width: int) -> Iterator[Styled]:
+    yield from _wrapped(verdict(summary), width, style=BOLD | (RED if summary.outcomes.failed else PLAIN))
     yield from _wrapped(summary.where(), width)
     yield from _wrapped(summary.what(), width)
     if busy := summary.busy():
-        yield from _wrapped(busy, width, yellow=True)
-    outcomes = summary.outcomes
-    lists: list[tuple[str, dict[str, str], dict[str, Any]]] = [
-        ("failed", outcomes.failed, {"red": True}),
-        (UNDECIDED, outcomes.undecided, {"yellow": True}),
-    ]
-    for title, tests, style in lists:
-        if tests:
-            yield "", {}
-            yield f"{title}: {len(tests)}", {**style, "bold": True}
-            named = [(summary.name(test), first_line(why)) for test, why in tests.items()]
-            yield from ((line, style) for line in _listed(named, width, None if verbose else SHOWN[title]))
+        yield from _wrapped(busy, width, style=YELLOW)
+
+
+def _goals(summary: Summary, width: int, verbose: bool) -> Iterator[Styled]:
     if goals := summary.goals():
-        yield "", {}
-        yield goals, {"bold": True}
-        yield from ((line, {}) for line in _listed(list(summary.missed()), width, None if verbose else SHOWN[MISSED]))
-    yield "", {}
-    yield "answers", {"bold": True}
-    yield from _wrapped(LEGEND, width)
-    answers = list(summary.questions.answers(summary.entries, outcomes))
-    names = [printable(summary.questions.name(text)) for text, *_ in answers]
-    room = min(max(map(len, names), default=0), SHORT)
-    for name, (*_, answer) in zip(names, answers, strict=True):
-        said = textwrap.TextWrapper(width - room - 2, subsequent_indent="  ", placeholder="...")
-        said.max_lines = None if verbose else LINES
-        for start, line in zip_longest([cut(name, room)], said.wrap(printable(answer)), fillvalue=""):
-            yield f"{start:{room}}  {line}", {}
-    yield "", {}
+        yield from _wrapped(goals, width)
+        missed = list(summary.missed())
+        shown = missed if verbose else missed[:MISSED_SHOWN]
+        for name, why in shown:
+            yield from _wrapped(f"{name}: {why}", width, "  ")
+        if len(missed) > len(shown):
+            yield f"  and {len(missed) - len(shown)} more", PLAIN
 
 
-def _listed(named: list[tuple[str, str]], width: int, most: int | None) -> Iterator[str]:
-    """A line for each of the first `most`, then the number of the others; with None all of them, uncut."""
-    shown = named[:most]
-    room = min(max((len(printable(name)) for name, _ in shown), default=0), NAME)
-    for name, why in shown:
-        line = f"  {cut(printable(name), room).ljust(room)}  {printable(why)}"
-        yield line if most is None else cut(line, width)
-    if len(named) > len(shown):
-        yield f"  and {len(named) - len(shown)} more"
+def _found(summary: Summary, width: int) -> Iterator[Styled]:
+    """The findings; where there are few, answers of other measured questions as well."""
+    most = FOUND_BESIDE_FAILURES if summary.outcomes.failed else FOUND
+    found = findings(summary, most)
+    said = [each.sentence for each in found]
+    told, without = {each.question for each in found}, (NO_ANSWER, NOT_MEASURED)
+    for text, entries, answer in summary.questions.answers(summary.entries, summary.outcomes):
+        if entries and (text or OTHERS) not in told and not answer.startswith(without):
+            said.append(f"{text or OTHERS.capitalize() + ':'} {answer}")
+    if said:
+        yield "", PLAIN
+    for sentence in said[:most]:
+        yield from _wrapped(sentence, width, "- ")
 
 
-def _wrapped(text: str, width: int, **style: Any) -> Iterator[Styled]:
-    return ((line, style) for line in textwrap.wrap(printable(text), width, subsequent_indent="  "))
+def _undecided_tests(summary: Summary, width: int) -> Iterator[Styled]:
+    for test, why in summary.outcomes.undecided.items():
+        yield from _wrapped(f"{UNDECIDED}: {summary.name(test)}: {first_line(why)}", width, style=YELLOW)
+
+
+def _answers(summary: Summary, width: int) -> Iterator[Styled]:
+    for text, _, answer in summary.questions.answers(summary.entries, summary.outcomes):
+        yield "", PLAIN
+        yield from _wrapped(text or OTHERS, width, style=BOLD)
+        yield from _wrapped(answer, width, "  ")
+
+
+def _counted(summary: Summary, width: int, verbose: bool) -> Iterator[Styled]:
+    """The number of questions that are undecided or not measured, in one line, and how to see all."""
+    count = len(undecided(summary))
+    are = f"{count} question{'s are' if count > 1 else ' is'} undecided or not measured"
+    shows = "" if verbose else "-v shows all answers and the tables"
+    if text := "; ".join(filter(None, (are if count else "", shows))):
+        yield from _wrapped(text, width)
+
+
+def _failures(summary: Summary, width: int, room: int | None) -> Iterator[Styled]:
+    failed = summary.outcomes.failed
+    shown: list[Styled] = []
+    count = 0
+    for test, why in failed.items():
+        lines = [*_wrapped(summary.name(test), width, style=RED | BOLD), *_wrapped(first_line(why), width, "  ", RED)]
+        if room is not None and count and len(shown) + len(lines) > room - 3:
+            break
+        shown += lines
+        count += 1
+    if failed:
+        yield "", PLAIN
+        yield f"failed: {len(failed)}", RED | BOLD
+        yield from shown
+    if len(failed) > count:
+        yield f"and {len(failed) - count} more, which -v shows", RED
+
+
+def _wrapped(text: str, width: int, start: str = "", style: Style = PLAIN) -> Iterator[Styled]:
+    """The text in lines of that width, indented after the first."""
+    indent = " " * max(len(start), 2)
+    lines = textwrap.wrap(printable(text), width, initial_indent=start, subsequent_indent=indent)
+    return ((line, style) for line in lines)

@@ -13,7 +13,7 @@ from typing import Any
 from shardmark.meter.disturbances import NOTED, WAITED
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.questions import Questions
-from shardmark.report.ranking import times
+from shardmark.report.words import share
 from shardmark.rows.columns import Entry, goal_outcomes
 from shardmark.rows.reader import entries_of
 from shardmark.verdict.betting import FAIL, MISSED, REACHED, UNDECIDED
@@ -31,6 +31,8 @@ class Summary:
     outcomes: Outcomes
     machine: dict[str, Any]
     date: str = ""
+    has_outcomes: bool = True
+    """Whether it is known how each test ended; otherwise only of the rows."""
 
     @classmethod
     def of(cls, output: Entry) -> Summary:
@@ -41,9 +43,10 @@ class Summary:
         else:
             rows = {entry["fullname"]: entry["extra_info"] for entry in entries}
             failed = {test: row.get("why") or FAIL for test, row in rows.items() if row["verdict"] == FAIL}
-            outcomes = Outcomes(failed=failed)
+            passed = {entry["fullname"] for entry in entries if entry["stats"]} - failed.keys()
+            outcomes = Outcomes(passed, failed)
         questions, date = Questions.of(output.get("questions", ())), str(output.get("datetime") or "")[:10]
-        return cls(entries, questions, outcomes, output["machine_info"], date)
+        return cls(entries, questions, outcomes, output["machine_info"], date, "outcomes" in output)
 
     def where(self) -> str:
         """The machine in one line."""
@@ -97,7 +100,10 @@ class Summary:
         for entry in self.entries:
             time, limit = entry["extra_info"]["time"], entry["extra_info"]["limit"]
             if time.get("outcome") == MISSED:
-                yield self.name(entry["fullname"]), f"{times(time['ratio'])} {time['peer']}, goal {time['goal']:.3g}"
+                yield (
+                    self.name(entry["fullname"]),
+                    f"{share(time['ratio'], 'time')} of {time['peer']}, goal {time['goal']:.3g}",
+                )
             for figure, goal in limit.get("goals", {}).items():
                 if goal["outcome"] == MISSED:
                     yield self.name(entry["fullname"]), f"{figure} {limit[figure]:.0%}, goal {goal['goal']:.0%}"

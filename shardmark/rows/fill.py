@@ -25,7 +25,9 @@ NO_RACE: Time = {"peer": None, "ratio": None, "interval": None, "budget": None, 
 def new_row(identity: Identity, scale: str, link: str | None) -> Row:
     """A row without measurements; `link` is the rate of the link between the ranks."""
     case = asdict(identity.case) if is_dataclass(identity.case) and not isinstance(identity.case, type) else {}
-    return {
+    if words := getattr(identity.case, "words", ""):
+        case["words"] = words
+    row: Row = {
         "schema": SCHEMA,
         "family": identity.family,
         "implementation": identity.implementation,
@@ -46,6 +48,9 @@ def new_row(identity: Identity, scale: str, link: str | None) -> Row:
         "verdict": None,
         "why": None,
     }
+    if identity.called:
+        row["called"] = identity.called
+    return row
 
 
 def step_seconds(ranks: Sequence[Measured], name: str = IMPLEMENTATION) -> list[float]:

@@ -66,6 +66,7 @@ Outcome = Annotated[str, OneOf(("reached", "missed", "undecided"))]
 # Static checks allow any parameter of a case; the schema requires its id.
 class CaseId(TypedDict):
     id: Annotated[str, "As in the test's id and in tables."]
+    words: NotRequired[Annotated[str, "As in sentences: at 2,048 tokens."]]
 
 
 class Stage(TypedDict):
@@ -246,6 +247,7 @@ class Row(TypedDict):
     schema: Annotated[int, "Version of the schema."]
     family: Annotated[str, "Family of techniques."]
     implementation: Annotated[str, "Its name in the family, or what --impl names."]
+    called: NotRequired[Annotated[str, "The implementation as in sentences: eager attention."]]
     case: Annotated[dict[str, Any], Described(CaseId), More(), "Id and parameters of the case."]
     device: Annotated[str, OneOf(("cpu", "cuda")), "Where tensors live."]
     backend: Annotated[str | None, "What ran below: the process group's backend, or the kernel that SDPA chose."]

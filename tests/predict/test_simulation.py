@@ -90,7 +90,6 @@ def collectives_on_gloo() -> dict[str, list[tuple[str, int]]]:
     return {name: sorted(allocations(program)) for name, program in programs.items()}
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_collectives_allocate_what_gloo_does(worlds: WorldsBySize) -> None:
     for rank, real in enumerate(worlds(3).run(collectives_on_gloo)):
         with one_rank_of(3, rank), no_kernels(gloo):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from shardmark.report.answers import LEGEND
 from shardmark.report.markdown import COMMENT, inert, markdown
 from shardmark.rows.columns import Entry
 from shardmark.rows.reader import RunFileError
@@ -31,19 +30,22 @@ def test_it_says_the_machine_what_failed_goals_and_answers_before_the_tables() -
     wrong = entry("wrong", verdict="fail")
     wrong["extra_info"]["why"] = "2 MiB of tensors at the peak"
     own = {"goal": 0.5, "outcome": "reached", "machine": {"waited": 0.5}}
-    reached = entry("quick", 0.5, ("eager", 0.4, 0.5, 0.6), time=own)
-    quiet = entry("eager", time={"machine": {"waited": 0.06}})
+    reached = entry("quick", 0.5, ("eager", 0.4, 0.5, 0.6), time=own, tensors=2**20)
+    quiet = entry("eager", time={"machine": {"waited": 0.06}}, tensors=2**20)
     text = markdown([("out.json", run(quiet, reached, wrong, datetime="2026-11-22T10:00"))])
     parts = [
         "# What this run says",
+        "**The file has rows alone, and no tests' ends. So far: 1 of 3 tests failed.**",
         "A processor, 2 cores, 2 threads, torch 2.13.0  ",
         "Measured on 2026-11-22.",
         "The machine was busy: 2 of 3 rows waited for a core.",
         "## Failed: 1",
         "| wrong short | 2 MiB of tensors at the peak |",
         "## Goals: 1 reached",
-        f"## Answers\n\n{LEGEND}\n\n| question",
-        "| What does a nap cost? | quick 0.50x eager (1 failed) |",
+        "## Findings",
+        "- Quick takes 0.50 of the time of eager, in the same memory.",
+        "## Answers\n\n| question",
+        "| What does a nap cost? | Quick is fastest with 0.50 of the time of eager; all need the same memory",
         "<details><summary>What does a nap cost?</summary>",
         "case   implementation ",
         "</details>",
@@ -82,7 +84,7 @@ def test_tables_have_the_room_that_a_comment_has() -> None:
 
 def test_a_run_that_ended_early_and_one_of_another_version() -> None:
     """The first has rows and no answers; the second is one line."""
-    assert "no answer" not in markdown([("out.json", run(entry("eager")))])
+    assert "No answer" not in markdown([("out.json", run(entry("eager")))])
     for spoil in ("stats", "extra_info"):
         spoilt = copy.deepcopy(entry("eager"))
         spoilt[spoil] = {"mean": 1.0} if spoil == "stats" else {"family": "naps"}
@@ -95,7 +97,7 @@ def test_a_run_writes_it_and_with_against_what_has_changed(planted: pytest.Pytes
     result = play(planted, "--report=out.md", "--against=old.json", a=figures(ratio=2.0), b=figures(tensors=3000))
     text = Path("out.md").read_text()
     assert result.outlines[-1] == "out.md"
-    assert "| other measurements | mine 1,005 ms, 1.00x theirs, 3,000 bytes (1 failed) |" in text
+    assert "| other measurements | Mine takes 1,005 ms, 1.00 times the time of theirs; it needs 3,000" in text
     assert "## Against old.json: 1 slower or larger, 0 undecided, 1 faster or smaller" in text
     slower, smaller = (line for line in text.splitlines() if "::test" in line)
     assert "| time | 2.010x theirs's time" in slower and "1.005x in old.json" in slower

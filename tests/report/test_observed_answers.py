@@ -30,8 +30,11 @@ def test_what_is_hidden_is_measured_and_not_what_is_saved() -> None:
     naive = exposing("naive", 0.4, hidden=0.0)
     bucketed = exposing("bucketed", 0.1, ("naive", 0.7, 0.73, 0.76), hidden=0.62)
     flat = exposing("flat", 0.1, ("naive", 0.5, 0.6, 0.65), hidden=0.0)
-    assert answer(answers.hides("naive"), naive, bucketed) == "bucketed hides 62% of communication, 0.73x naive"
-    assert answer(answers.hides("naive"), naive, flat) == "flat 0.60x naive"
+    assert (
+        answer(answers.hides("naive"), naive, bucketed)
+        == "Bucketed hides 62% of communication and takes 0.73 of the time of naive."
+    )
+    assert answer(answers.hides("naive"), naive, flat) == "Flat is fastest with 0.60 of the time of naive."
 
 
 def test_collectives_are_named_by_who_is_fastest() -> None:
@@ -46,7 +49,9 @@ def test_collectives_are_named_by_who_is_fastest() -> None:
         collective("backend", "all_gather", 1.0),
         collective("ring", "all_gather", 0.9, ("backend", 0.7, 0.9, 1.2)),
     ]
-    assert answer(answers.fastest_by_collective, *entries) == "ring: all_reduce; undecided: all_gather"
+    assert answer(answers.fastest_by_collective, *entries) == (
+        "For all-reduce, ring is fastest; for all-gather, which is fastest is undecided."
+    )
 
 
 def test_the_best_bucket_is_each_wrappers_own_and_the_models() -> None:
@@ -54,19 +59,10 @@ def test_the_best_bucket_is_each_wrappers_own_and_the_models() -> None:
     ours = [of("bucketed", seconds, {"bucket_mb": size}) for size, seconds in sizes.items()]
     ddp = [of("ddp", 1.0, {"bucket_mb": size}) for size in sizes]
     model = of("backend", time={"model": {"best_bytes": 4_500_000}})
-    expected = "bucketed 10 or 100 MB, ddp undecided, model 4.3 MB"
+    expected = "For bucketed 10 or 100 MB is best; for ddp the best size is undecided; "
+    expected += "by the time of single all-reduces 4.3 MB should be best."
     assert answer(answers.best_bucket, *ours, *ddp, model) == expected
-    assert answer(answers.best_bucket, of("a")) == "no answer: its rows do not say"
-
-
-def test_rungs_are_compared_of_one_pair_of_dtypes() -> None:
-    def rung(step: str, seconds: float, mebibytes: int, dtype: str = "float32") -> Entry:
-        case = {"id": f"{'' if step == 'eager' else f'{step}-'}mlp-{dtype}", "step": step}
-        return of(step, seconds, case, memory={"tensors": mebibytes * MIB}, work={"flops": 1})
-
-    rungs = [rung("eager", 0.2, 40), rung("compile_model", 0.1, 40), rung("compile_step", 0.11, 20)]
-    shown = answer(answers.fastest_and_smallest_rung, *rungs, rung("eager", 0.01, 1, "bfloat16"))
-    assert shown == "float32: compile_model 100 ms; compile_step 20.00 MiB"
+    assert answer(answers.best_bucket, of("a")) == "No answer: its rows do not say."
 
 
 def test_what_is_held_while_a_model_is_made() -> None:
@@ -74,8 +70,11 @@ def test_what_is_held_while_a_model_is_made() -> None:
         return of("eager", case={"meta": meta}, memory={"stages": {"a": {"peak": peak}, "b": {"peak": peak // 2}}})
 
     shown = answer(answers.held_while_made, made(False, 8 * MIB), made(True, 2 * MIB))
-    assert shown == "made on meta at most 2.00 MiB, 0.25x made whole"
-    assert answer(answers.held_while_made, made(True, MIB)) == "no answer: its rows do not say"
+    assert shown == (
+        "With the model made on the meta device a rank holds at most 2.00 MiB, "
+        "0.25 of the memory of the whole model made on each rank."
+    )
+    assert answer(answers.held_while_made, made(True, MIB)) == "No answer: its rows do not say."
 
 
 def test_who_trains_is_whose_loss_falls() -> None:
@@ -86,9 +85,9 @@ def test_who_trains_is_whose_loss_falls() -> None:
 
     after, before = variant("after", [2.0, 1.5], 100), variant("before", [2.0, 2.0], 133)
     assert answer(answers.who_trains, after, before, variant("repaired", [2.0, 1.5], 100)) == (
-        "made before nothing trains, 1.33x held; 2 others train"
+        "The loss falls with after, repaired; it stays with before, and a rank holds 1.33 times the memory then."
     )
-    assert answer(answers.who_trains, after) == "all of 1 train"
+    assert answer(answers.who_trains, after) == "The loss falls in all of 1 variants."
 
 
 def test_each_kind_of_scaling_has_its_best() -> None:
@@ -96,22 +95,27 @@ def test_each_kind_of_scaling_has_its_best() -> None:
         of(name, case={"kind": kind}, work={"efficiency": share})
         for kind, name, share in (("strong", "a", 0.25), ("strong", "b", 0.5), ("weak", "a", 0.75))
     ]
-    assert answer(answers.efficiencies, *entries) == "strong 50% with b, weak 75% with a"
+    assert answer(answers.efficiencies, *entries) == (
+        "Strong scaling to 1 ranks is at most 50% efficient, with b; "
+        "weak scaling to 1 ranks is at most 75% efficient, with a."
+    )
 
 
 def test_most_of_a_step_is_in_two_kinds_and_two_parts() -> None:
     kinds = {"peak": {"activations": 50, "parameters": 20, "gradients": 30}}
     assert (
         answer(answers.largest_kinds, of("eager", memory={"kinds": kinds}))
-        == "activations 50%, gradients 30% of the peak"
+        == "Activations are 50% and gradients 30% of the peak's memory."
     )
     phase = {"seconds": 1.0, "categories": {"matrix product": 0.8}}
     step = of("eager", time={"parts": {"forward": 0.3, "backward": 0.6, "optimizer": 0.1}})
     step["extra_info"]["kernels"] = {"phases": {"forward": phase, "backward": phase}}
-    assert answer(answers.largest_parts, step) == "backward 60%, forward 30%; matrix products 80%"
+    assert answer(answers.largest_parts, step) == (
+        "Backward takes 60% and forward 30% of the step; matrix products take 80% of its kernels' time."
+    )
 
 
 def test_warm_ups_are_beside_as_many_as_there_are() -> None:
     after = {"0": {"mean": 2.0, "stddev": 0.3}, "2": {"mean": 9.0, "stddev": 9.0}, "5": {"mean": 1.0, "stddev": 0.1}}
     shown = answer(answers.warmed_up, of("eager", time={"after_warmups": after}))
-    assert shown == "rounds without 2.00x as long, 3x the spread"
+    assert shown == "Rounds after 0 warm-ups take 2.00 times as long as after 5, and vary 3.00 times as much."

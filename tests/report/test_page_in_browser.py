@@ -237,8 +237,8 @@ def test_the_line_of_the_peer_is_straight(opened: Open) -> None:
     for viewport in (PHONE, DESKTOP):
         tab = opened(viewport=viewport)
         unfold(tab)
-        found = "[...document.querySelectorAll('.rows')].map((each) => [...each.querySelectorAll('.track')].map((track) => {"
-        found += " const box = track.getBoundingClientRect(); return `${box.left} ${box.width}` }))"
+        found = "[...document.querySelectorAll('.rows')].map((each) => [...each.querySelectorAll('.track')].map("
+        found += "(track) => { const box = track.getBoundingClientRect(); return `${box.left} ${box.width}` }))"
         assert all(len(set(tracks)) == 1 for tracks in tab.evaluate(found))
 
 

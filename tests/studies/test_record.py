@@ -62,7 +62,7 @@ def test_a_record_names_no_host_and_has_no_rounds(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(record, "DOCUMENTS", tmp_path)
     assert main(["--keep", str(tmp_path / "out.json"), "Two Cores"]) == 0
     assert read_run(tmp_path / "records" / "two-cores.json.gz") == kept
-    assert "| What does a nap cost? | eager 1,000 ms |" in (tmp_path / "results-two-cores.md").read_text()
+    assert "| What does a nap cost? | Eager takes 1,000 ms. |" in (tmp_path / "results-two-cores.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class Ended:
 
     @property
     def has_screen(self) -> bool:
-        return any(line.startswith("What does a row cost?  ") for line in self.output.splitlines())
+        return any(line.startswith("- What does a row cost? ") for line in self.output.splitlines())
 
     def lines(self, text: str) -> list[str]:
         return [line for line in self.output.splitlines() if text in line]

@@ -12,7 +12,6 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from shardmark.report.answers import LEGEND
 from shardmark.report.changes import changes
 from shardmark.report.findings import findings, undecided, verdict
 from shardmark.report.outcomes import first_line
@@ -72,7 +71,6 @@ def page(runs: Runs, other: str | None = None) -> str:
         findings=findings(summary),
         undecided=undecided(summary),
         places=places,
-        legend=LEGEND,
         answers=answers,
         derived=[(text or OTHERS, lines) for text, lines in summary.questions.derivations(summary.entries)],
         first_line=first_line,

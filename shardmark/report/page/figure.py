@@ -185,8 +185,10 @@ def titled(title: str, unit: str) -> str:
 
 
 def ticks(values: Iterable[float]) -> list[float]:
-    """Ticks of a logarithmic axis between its ends: powers of ten; over fewer than three of them, also 2 and 5 times each; over less
-    than a factor of four, equal steps."""
+    """Ticks of a logarithmic axis between its ends.
+
+    Powers of ten; over fewer than three of them, also 2 and 5 times each; over less than a factor of four, equal steps.
+    """
     known = [value for value in values if value > 0]
     low, high = min(known), max(known)
     if high < 4 * low:
