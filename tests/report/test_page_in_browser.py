@@ -74,7 +74,7 @@ def test_every_plot_is_drawn(opened: Open) -> None:
     unfold(tab)
     assert all(tab.locator("figure").nth(n).locator("svg, li").count() for n in range(tab.locator("figure").count()))
     plots = tab.locator("figure svg")
-    assert plots.count() > 5
+    assert plots.count() > 3
     for plot in plots.all():
         plot.scroll_into_view_if_needed()
         box = plot.bounding_box()
@@ -185,7 +185,8 @@ def test_filter_and_sort_are_in_the_address_and_come_back_from_it(opened: Open) 
 
 def test_a_link_to_a_row_or_a_plot_shows_it(opened: Open) -> None:
     tab = opened()
-    link = tab.locator("figure li a[href^='#row-']").first
+    tab.locator("summary", has_text="More plots").first.click()
+    link = tab.locator("figure li a[href^='#row-']:visible").first
     row = link.get_attribute("href")
     link.click()
     assert tab.locator(row).is_visible() and tab.evaluate("location.hash") == row
@@ -294,7 +295,7 @@ def test_two_thousand_rows_are_built_in_5_seconds_open_in_2_and_sort_and_filter_
     path.write_text(text)
     tab = opened(path)
     loaded = tab.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") / 1000
-    assert tab.locator("tbody tr").count() > 2000
+    assert tab.locator("section.question tbody tr").count() == 2000
     began = tab.evaluate("performance.now()")
     tab.evaluate(
         "document.querySelectorAll('th button').forEach((each) => each.textContent === 'time ms' && each.click())"
