@@ -163,4 +163,4 @@ addEventListener("hashchange", restore);
 addEventListener("beforeprint", () => {
   for (const each of document.querySelectorAll("details")) each.open = true;
 });
-if (location.hash) restore();
+if (location.hash) addEventListener("load", restore);
