@@ -278,6 +278,19 @@ def test_a_phone_scrolls_no_page_sideways(opened: Open) -> None:
     assert tab.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+SORT_AND_FILTER = """() => {
+  const began = performance.now()
+  for (const each of document.querySelectorAll("th button")) if (each.textContent === "time ms") each.click()
+  for (const each of document.querySelectorAll("input[type=search]")) {
+    each.value = "way1"
+    each.dispatchEvent(new Event("input"))
+  }
+  document.documentElement.getBoundingClientRect()  // lays out
+  return performance.now() - began
+}"""
+"""Milliseconds to sort and filter all tables; one call, as each call waits for a turn of another process."""
+
+
 @pytest.mark.sweep
 def test_two_thousand_rows_are_built_in_5_seconds_open_in_2_and_sort_and_filter_in_half_a_second(
     opened: Open, tmp_path: Path
@@ -296,13 +309,5 @@ def test_two_thousand_rows_are_built_in_5_seconds_open_in_2_and_sort_and_filter_
     tab = opened(path)
     loaded = tab.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") / 1000
     assert tab.locator("section.question tbody tr").count() == 2000
-    began = tab.evaluate("performance.now()")
-    tab.evaluate(
-        "document.querySelectorAll('th button').forEach((each) => each.textContent === 'time ms' && each.click())"
-    )
-    tab.evaluate(
-        "for (const each of document.querySelectorAll('input[type=search]')) { each.value = 'way1';"
-        " each.dispatchEvent(new Event('input')) }"
-    )
-    used = (tab.evaluate("performance.now()") - began) / 1000
+    used = tab.evaluate(SORT_AND_FILTER) / 1000
     assert built <= 5 and loaded <= 2 and used <= 0.5, (built, loaded, used)

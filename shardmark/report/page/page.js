@@ -24,14 +24,11 @@ function sort(table, heading, ascending) {
   table.tBodies[0].append(...keyed.map(([, row]) => row));
 }
 
-/* Whether the cell's column is shown, even if its row is filtered out. */
-function isShown(cell) {
-  return !cell.classList.contains("extra") || cell.closest("section").querySelector(".every-column").checked;
-}
-
 function filter(table, text) {
   const rows = [...table.tBodies[0].rows];
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  const all = table.closest("section").querySelector(".every-column")?.checked ?? true;
+  const isShown = (cell) => all || !cell.classList.contains("extra");
   for (const row of rows) {
     const text = [...row.cells].filter(isShown).map((cell) => cell.textContent).join(" ").toLowerCase();
     row.hidden = !words.every((word) => text.includes(word));
