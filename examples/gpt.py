@@ -43,7 +43,7 @@ class GPT(nn.Module):
 
 
 def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of each token, given those before it."""
+    """The cross entropy of each token, given those before it."""
     return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
