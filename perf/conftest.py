@@ -34,12 +34,13 @@ def rows_meet_their_schema(pytestconfig: pytest.Config) -> Iterator[None]:
     """At smoke scale, which CI runs, hold each test's rows to the schema, and to the figures of all rows so far."""
     session = pytestconfig.stash[SESSION]
     before = len(session.rows.rows)
+    known = set(contradictions(session.rows.rows)) if session.scale == "smoke" else set()
     yield
     if session.scale == "smoke":
         rows = [json.loads(dumped(entry["extra_info"])) for entry in session.rows.rows[before:]]
         if lines := [line for row in rows for line in complaints(row)]:
             pytest.fail(f"not as shardmark/rows/row.schema.json says: {'; '.join(lines)}", pytrace=False)
-        if lines := list(contradictions(session.rows.rows)):
+        if lines := [line for line in contradictions(session.rows.rows) if line not in known]:
             pytest.fail(f"figures contradict each other: {'; '.join(lines)}", pytrace=False)
 
 

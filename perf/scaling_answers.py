@@ -263,6 +263,8 @@ def parts() -> Sequence[Part]:
 
 INTRODUCTION = """# Scaling, accounted for
 
+This page answers what a large model needs in memory, communication and time on many cards, by formulas alone.
+
 A model of 126 blocks of two linears without bias, D = 16384 and F = 53248: activations and the communication of
 gradients in bfloat16; master weights, accumulated gradients and Adam's state in float32. The formulas are in
 `impl/accounting/two_linears.py`, `impl/accounting/mesh.py` and `impl/collectives/accounting.py`;

@@ -31,6 +31,11 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.3f}" if seconds < 0.1 else f"{seconds * 1e3:,.1f}"
 
 
+def number_of(count: int, what: str) -> str:
+    """As in "1 core" or "2 cores"."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
 def cut(text: str, width: int) -> str:
     """The first `width` characters; a cut is marked by dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -34,7 +34,9 @@ class AttentionCase:
         """The case as sentences have it."""
         heads = "" if self.heads is None else f" with {self.heads} heads"
         mask = " under a causal mask" if self.is_causal else ""
-        return f"at {self.seq:,} tokens{heads}{mask}{'' if self.mode == 'both' else f' in the {self.mode} pass'}"
+        dtype = "" if self.dtype == "float32" else f" in {self.dtype}"
+        mode = "" if self.mode == "both" else f" in the {self.mode} pass"
+        return f"at {self.seq:,} tokens{heads} of {self.head_dim} dimensions{mask}{dtype}{mode}"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ class LossCase:
     @property
     def words(self) -> str:
         """The case as sentences have it."""
-        return f"with {self.vocab:,} words in the vocabulary"
+        dtype = "" if self.dtype == "float32" else f" in {self.dtype}"
+        return f"with {self.vocab:,} words in the vocabulary and {self.dim:,} dimensions{dtype}"
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -49,13 +49,11 @@ class Threads:
         return cls(seconds)
 
     def waited(self, before: Threads, computing: int) -> float:
-        """Seconds since `before` for which the `computing` threads that ran most, or one of the others, had no core,
-        because other processes had it.
+        """Seconds since `before` in which other processes had the core that this rank needed.
 
-        The other threads, such as Gloo's, also wait while their own rank computes on the core that all share. So of
-        their waiting only what exceeds the running time of all threads of the rank counts. Every message of a
-        collective waits for such a thread: beside a neighbour that computes, it costs a turn of the neighbour's on the
-        core, some 5 ms, and a step of many messages many of them.
+        The larger of two figures: the mean wait of the `computing` threads that ran most, and the longest wait of any
+        other thread, such as Gloo's, less the time in which the rank's own threads ran. A message of a collective waits
+        for such a thread, so each message may cost a turn of another process, some 5 ms.
         """
         since = []
         for thread, (ran, waited) in self.seconds.items():

@@ -28,4 +28,6 @@ def predicted_time_entry(
     if peer is not None and peer_step is not None:
         ratio = step.seconds / peer_step.seconds
         entry |= {"peer": peer.name, "peer_median": peer_step.seconds, "ratio": ratio}
+        if peer.called:
+            entry["peer_called"] = peer.called
     return entry

@@ -11,27 +11,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import wraps
 
 from shardmark.report.ranking import (
     fastest_of,
     has_several,
     implementation,
+    is_simulated,
     largest_case,
     of_peer,
     peer_of,
     ratio_to_peer,
     tensors,
-    time_beside,
+    time_over,
 )
 from shardmark.report.words import (
-    beside,
     called,
+    called_peer,
+    either,
     figure,
     is_fastest,
     milliseconds,
     sentence,
     share,
     size,
+    time_of,
     where,
     with_doubt,
 )
@@ -51,15 +55,13 @@ def answered(entries: Sequence[Entry], how: Answer, failed: Collection[str] = ()
 
     `failed` holds the full names of tests that failed. An exception in `how` becomes the text.
     """
-    if entries and all(entry["extra_info"].get("simulated") for entry in entries):
-        how = predicted
     counting = counted(entries, failed)
     reasons = Counter(why for entry in entries if (why := _left_out(entry, failed)))
     missing = ", ".join(f"{count} {why}" for why, count in reasons.items())
     try:
         text = how(counting) if counting else None
-    except Exception as error:
-        text = f"{NO_ANSWER}: {type(error).__name__}: {error}."
+    except Exception as error:  # a simulation does not have all that a measured row has
+        text = None if is_simulated(counting) else f"{NO_ANSWER}: {type(error).__name__}: {error}."
     if text is not None:
         return f"{text} Left out: {missing}." if missing else text
     return f"{NO_ANSWER}: {missing or 'its rows do not say'}."
@@ -80,6 +82,17 @@ def _left_out(entry: Entry, failed: Collection[str]) -> str | None:
     return (verdict or "without times") if entry["stats"] is None else None
 
 
+def _or_predicted(how: Answer) -> Answer:
+    """The answer `how`; to a simulation, whose times have no interval, `predicted`."""
+
+    @wraps(how)
+    def answer(entries: Sequence[Entry]) -> str | None:
+        return predicted(entries) if is_simulated(entries) else how(entries)
+
+    return answer
+
+
+@_or_predicted
 def fastest_and_smallest(entries: Sequence[Entry]) -> str | None:
     """The fastest implementation and the smallest peak: the answer of a question that declares none."""
     case = largest_case(entries)
@@ -90,9 +103,12 @@ def fastest_and_smallest(entries: Sequence[Entry]) -> str | None:
     return sentence(where(first.entry, entries), "; ".join(filter(None, said)))
 
 
+@_or_predicted
 def fastest(entries: Sequence[Entry]) -> str | None:
     """The fastest implementation, as a ratio to the common peer."""
     case = largest_case(entries)
+    if not has_several(case):
+        return sentence(where(case[0], entries), _alone(case[0]))
     first = fastest_of(case)
     return sentence(where(first.entry, entries), is_fastest(first, case))
 
@@ -100,19 +116,25 @@ def fastest(entries: Sequence[Entry]) -> str | None:
 def saves(other: str | None = None) -> Answer:
     """The smallest peak and its time, as ratios to those of `other`, by default the common peer."""
 
+    @_or_predicted
     def answer(entries: Sequence[Entry]) -> str | None:
         case = _metered(largest_case(entries))
         if not case:
             return None
         least = min(case, key=_bytes)
         place, mine = where(least, entries), called(least)
+        if not has_several(case):
+            return sentence(place, _alone(least))
         peer = peer_of(case)
         name = other or (peer and peer[1])
         others = [entry for entry in case if implementation(entry) == name]
         if not others or others[0] is least:
-            return sentence(place, f"{mine} needs least memory, {size(_bytes(least))}")
+            text = f"{mine} needs least memory, {size(_bytes(least))}"
+            if not others and least["extra_info"]["time"].get("ratio"):
+                text += f", and takes {time_of(called_peer(least), ratio_to_peer(least))}"
+            return sentence(place, text)
         memory = share(_bytes(least) / _bytes(others[0]), "memory")
-        time = time_beside(case, least, others[0])
+        time = time_over(case, least, others[0])
         text = f"{mine} takes {memory} and {share(time.mid, 'time')} of {called(others[0])}"
         return sentence(place, with_doubt(text, time))
 
@@ -124,17 +146,27 @@ def predicted(entries: Sequence[Entry]) -> str | None:
     case = _metered(largest_case(entries))
     if not case:
         return None
-    least, most = min(case, key=_bytes), max(case, key=_bytes)
-    memory = f"{called(least)} is predicted to need least memory, {size(_bytes(least))}"
-    if all(entry["stats"] for entry in case) and has_several(case):
-        first = min(case, key=lambda entry: entry["stats"]["median"])
-        time = f"{called(first)} is predicted to be fastest, {milliseconds(first['stats']['median'])}"
-        return sentence(where(first, entries), f"{time}; {memory}")
+    place, needed = where(case[0], entries), [size(_bytes(entry)) for entry in case]
     if not has_several(case):
-        return sentence(where(least, entries), f"{called(least)} is predicted to need {size(_bytes(least))}")
+        return sentence(place, f"{called(case[0])} is predicted to need {needed[0]}")
+    least, most = min(case, key=_bytes), max(case, key=_bytes)
+    memory = _first_predicted(case, needed, size(_bytes(least)), "need least memory", "need the same memory")
+    if all(entry["stats"] for entry in case):
+        took = [milliseconds(entry["stats"]["median"]) for entry in case]
+        shortest = milliseconds(min(entry["stats"]["median"] for entry in case))
+        time = _first_predicted(case, took, shortest, "be fastest", "take the same time")
+        return sentence(place, f"{time}; {memory}")
     if _bytes(least) < _bytes(most):
         memory += f", {share(_bytes(least) / _bytes(most), 'memory')} of {called(most)}"
-    return sentence(where(least, entries), memory)
+    return sentence(place, memory)
+
+
+def _first_predicted(case: Sequence[Entry], shown: Sequence[str], best: str, what: str, alike: str) -> str:
+    """The implementations whose shown figure is the best one, as in "DDP or ZeRO-1 is predicted to be fastest"."""
+    first = [entry for entry, each in zip(case, shown, strict=True) if each == best]
+    if len(first) == len(case):
+        return f"all are predicted to {alike}, {best}"
+    return f"{either(first)} is predicted to {what}, {best}"
 
 
 def most(value: Callable[[Entry], float | None], words: str) -> Answer:
@@ -167,7 +199,7 @@ def _smallest(case: Sequence[Entry], after: Entry) -> str | None:
     if len(names) == len(metered):
         return f"all need the same memory, {size(_bytes(least))}"
     peer = of_peer(metered)
-    if peer is not None and _bytes(least) > NEAR * _bytes(peer):
+    if peer is not None and _bytes(least) >= NEAR * _bytes(peer):
         return f"none needs less memory than {called(peer)}"
     name = "it" if implementation(after) in names else called(least)
     if peer is None:
@@ -180,7 +212,7 @@ def _alone(entry: Entry) -> str:
     row = entry["extra_info"]
     said = f"{called(entry)} takes {milliseconds(entry['stats']['median'])}"
     if row["time"].get("ratio"):
-        said += f", {beside(ratio_to_peer(entry), row['time']['peer'])}"
+        said += f", {time_of(called_peer(entry), ratio_to_peer(entry))}"
     if (needed := tensors(entry)) is not None:
         said += f"; it needs {size(needed)}"
     return said

@@ -1,4 +1,4 @@
-"""The most telling comparisons of a run, each in a sentence, and what the run leaves undecided.
+"""The clearest comparisons of a run, each in a sentence, and what the run leaves undecided.
 
 A finding compares an implementation with the peer of its race, in one case: the time where the 95% interval of the
 ratio excludes 1, and time or memory where it differs by 5% or more. Its figures are the row's own.
@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from shardmark.report.answers import NO_ANSWER, NOT_MEASURED, counted
 from shardmark.report.questions import OTHERS
-from shardmark.report.ranking import implementation, same_case, tensors, who
+from shardmark.report.ranking import Span, implementation, ratio_to_peer, same_case, tensors, who
 from shardmark.report.summary import Summary
-from shardmark.report.words import NO_INTERVAL, OPEN, called, share, where
+from shardmark.report.words import called, called_peer, leaves_open, share, where, with_doubt
 from shardmark.rows.columns import Entry
-from shardmark.verdict.betting import UNDECIDED
 
 DIFFERS = 0.05
 """Least relative difference of two times or two peaks that is worth a sentence."""
@@ -48,62 +47,56 @@ class _Pair:
     is_raced: bool
 
     @property
-    def time(self) -> float:
-        """The ratio of their times: the race's, otherwise the quotient of the medians."""
-        ratio: float | None = self.mine["extra_info"]["time"].get("ratio") if self.is_raced else None
-        if ratio is None and self.peer is not None:
-            ratio = self.mine["stats"]["median"] / self.peer["stats"]["median"]
-        return ratio or 1.0
+    def time(self) -> Span:
+        """The ratio of their times: the race's, otherwise the quotient of the medians, or 1 where one is 0."""
+        if self.is_raced:
+            return ratio_to_peer(self.mine)
+        mine, theirs = (0.0 if each is None else each["stats"]["median"] for each in (self.mine, self.peer))
+        return Span(0.0, mine / theirs if mine and theirs else 1.0, math.inf)
 
     @property
-    def is_time_decided(self) -> bool:
-        """Whether the ratio's interval excludes 1."""
-        low, high = (self.is_raced and self.mine["extra_info"]["time"].get("interval")) or (0.0, math.inf)
-        return bool(high < 1 or low > 1)
-
-    @property
-    def is_time_telling(self) -> bool:
+    def differs_in_time(self) -> bool:
         """Whether the time is decided, and differs enough."""
-        return self.is_time_decided and abs(self.time - 1) >= DIFFERS
+        return self.time.is_decided and abs(self.time.mid - 1) >= DIFFERS
 
     @property
     def memory(self) -> float | None:
-        """The ratio of their tensors at the peak; None where one was not metered."""
+        """The ratio of their tensors at the peak; None where one has none or was not metered."""
         mine, theirs = tensors(self.mine), None if self.peer is None else tensors(self.peer)
-        return mine / theirs if mine is not None and theirs else None
+        return mine / theirs if mine and theirs else None
 
     @property
-    def is_memory_telling(self) -> bool:
+    def differs_in_memory(self) -> bool:
         return self.memory is not None and abs(self.memory - 1) >= DIFFERS
 
     @property
     def gain(self) -> float:
-        """Powers of two that it saves, of time and of memory together; negative where it costs more.
+        """Powers of two that it saves, time and memory together; negative where it costs more.
 
-        Time that may be saved does not count; time that may be lost does.
+        An undecided time counts if it is a loss.
         """
-        time = -math.log2(self.time) if self.is_time_decided or self.time > 1 else 0.0
-        return time - (math.log2(self.memory) if self.memory and self.is_memory_telling else 0.0)
+        time = -math.log2(self.time.mid) if self.time.is_decided or self.time.mid > 1 else 0.0
+        return time - (math.log2(self.memory) if self.memory is not None and self.differs_in_memory else 0.0)
 
     @property
     def subject(self) -> tuple[str, str, str]:
         """Family, implementation and peer: two findings with one subject say much the same."""
-        return self.mine["extra_info"]["family"], implementation(self.mine), self.peer_name
+        return self.mine["extra_info"]["family"], implementation(self.mine), self.called_peer
 
     @property
-    def peer_name(self) -> str:
-        return implementation(self.peer) if self.peer is not None else str(self.mine["extra_info"]["time"]["peer"])
+    def called_peer(self) -> str:
+        return called_peer(self.mine) if self.peer is None else called(self.peer)
 
 
 def findings(summary: Summary, most: int = 8) -> list[Finding]:
-    """At most `most` findings, the most telling first: one a question, and of each family one before any second."""
+    """At most `most` findings, the largest effect first: one a question, and of each family one before any second."""
     best: list[tuple[_Pair, Finding]] = []
     for text, entries in _by_question(summary):
-        telling = [pair for pair in _pairs(entries) if pair.is_time_telling or pair.is_memory_telling]
-        if telling:
-            pair = max(telling, key=lambda each: each.gain)
+        clear = [pair for pair in _pairs(entries) if pair.differs_in_time or pair.differs_in_memory]
+        if clear:
+            pair = max(clear, key=lambda each: each.gain)
             if pair.gain <= 0:  # none saves anything: the one that shows best what the peer saves
-                pair = min(telling, key=lambda each: each.gain)
+                pair = min(clear, key=lambda each: each.gain)
             best.append((pair, Finding(_sentence(pair, entries), text, _bars(pair, entries), abs(pair.gain))))
     best.sort(key=lambda each: -each[1].weight)
     families: dict[str, Finding] = {}
@@ -117,14 +110,14 @@ def findings(summary: Summary, most: int = 8) -> list[Finding]:
 
 def undecided(summary: Summary) -> list[str]:
     """A sentence for each question without a finding whose answer is undecided, or that was not measured."""
-    told = {each.question for each in findings(summary)}
+    found = {each.question for each in findings(summary)}
     said = [
         (text or OTHERS, answer) for text, _, answer in summary.questions.answers(summary.entries, summary.outcomes)
     ]
     return [
         f"{text} {answer}"
         for text, answer in said
-        if text not in told and (UNDECIDED in answer or answer.startswith((NO_ANSWER, NOT_MEASURED)))
+        if text not in found and (leaves_open(answer) or answer.startswith((NO_ANSWER, NOT_MEASURED)))
     ]
 
 
@@ -134,11 +127,13 @@ def verdict(summary: Summary) -> str:
     failed, passed, open_ = len(outcomes.failed), len(outcomes.passed), len(outcomes.undecided)
     ran = failed + passed + open_
     if failed:
-        text = f"{failed} of {ran} tests failed."
+        text = f"{failed} of {ran} tests failed." if ran > 1 else "The only test failed."
     elif open_:
-        text = f"No test failed, and {open_} of {ran} {'is' if open_ == 1 else 'are'} undecided."
+        are = "the only one is" if ran == 1 else f"{open_} of {ran} {'is' if open_ == 1 else 'are'}"
+        text = f"No test failed, and {are} undecided."
     elif passed:
-        text = f"{f'All {ran} tests' if ran > 1 else 'The only test'} passed: every budget was met."
+        all_of = {1: "The only test", 2: "Both tests"}.get(ran, f"All {ran} tests")
+        text = f"{all_of} passed: every budget was met."
     else:
         text = "No test ran to its end."
     if outcomes.has_ended() and summary.has_outcomes:
@@ -169,40 +164,39 @@ def _pairs(entries: Sequence[Entry]) -> list[_Pair]:
     for entry in entries:
         if tensors(entry) is not None:
             cases.setdefault(same_case(entry), []).append(entry)
-    raced = any(entry["extra_info"]["time"].get("ratio") is not None for entry in entries)
+    raced = any(entry["extra_info"]["time"].get("ratio") for entry in entries)
     if raced or not cases:
         return [pair for case in cases.values() for pair in _raced(case)]
-    return [*_beside_the_largest(max(cases.values(), key=len))]
+    return [*_with_the_largest(max(cases.values(), key=len))]
 
 
 def _raced(case: Sequence[Entry]) -> Iterator[_Pair]:
     for mine in case:
         row = mine["extra_info"]
         peer = row["family"], row["time"].get("peer")
-        if row["time"].get("ratio") is not None:
+        if row["time"].get("ratio"):
             yield _Pair(mine, next((each for each in case if who(each) == peer), None), True)
 
 
-def _beside_the_largest(case: Sequence[Entry]) -> Iterator[_Pair]:
+def _with_the_largest(case: Sequence[Entry]) -> Iterator[_Pair]:
     largest = max(case, key=lambda each: tensors(each) or 0)
     yield from (_Pair(mine, largest, False) for mine in case if mine is not largest)
 
 
 def _sentence(pair: _Pair, entries: Sequence[Entry]) -> str:
     """As in "At 2,048 tokens, SDPA takes 0.39 of the time and 0.079 of the memory of eager attention."."""
-    place, name, memory = where(pair.mine, entries), called(pair.mine), pair.memory
-    peer = pair.peer_name if pair.peer is None else called(pair.peer)
-    takes = "is predicted to take" if pair.mine["extra_info"].get("simulated") else "takes"
+    place, name, memory, peer = where(pair.mine, entries), called(pair.mine), pair.memory, pair.called_peer
+    is_predicted = pair.mine["extra_info"].get("simulated")
+    takes = "is predicted to take" if is_predicted else "takes"
     start = f"{place}, {name} {takes}" if place else f"{name[:1].upper()}{name[1:]} {takes}"
-    less = share(memory, "memory") if memory is not None else ""
-    if pair.is_time_decided and not pair.is_time_telling:
+    less, time = share(memory, "memory") if memory is not None else "", share(pair.time.mid, "time")
+    if is_predicted:  # without intervals
+        return f"{start} {less} and {time} of {peer}."
+    if not pair.time.is_decided:
+        return f"{with_doubt(f'{start} {less} of {peer}', pair.time)}."
+    if not pair.differs_in_time:
         return f"{start} {less} of {peer}, in about the same time."
-    if not pair.is_time_decided:
-        has_interval = pair.is_raced and pair.mine["extra_info"]["time"].get("interval")
-        time = OPEN if has_interval else NO_INTERVAL
-        return f"{start} {less} of {peer}; {time}."
-    time = share(pair.time, "time")
-    if pair.is_memory_telling:
+    if pair.differs_in_memory:
         return f"{start} {time} and {less} of {peer}."
     alike = "" if memory is None else " in the same memory" if memory == 1 else " in about the same memory"
     return f"{start} {time} of {peer}{',' * bool(alike)}{alike}."
@@ -212,6 +206,6 @@ def _bars(pair: _Pair, entries: Sequence[Entry]) -> tuple[tuple[str, float, floa
     """The peer, the implementation, and the fastest of the others beside the same peer."""
     others = [each for each in _pairs(entries) if each.peer is not None and each.peer is pair.peer]
     others = [each for each in others if each.mine is not pair.mine]
-    shown = [pair, *sorted(others, key=lambda each: each.time)]
-    bars = [(implementation(each.mine), each.time, each.memory) for each in shown]
-    return (pair.peer_name, 1.0, None if pair.memory is None else 1.0), *bars[: MOST_BARS - 1]
+    shown = [pair, *sorted(others, key=lambda each: each.time.mid)]
+    bars = [(called(each.mine), each.time.mid, each.memory) for each in shown]
+    return (pair.called_peer, 1.0, None if pair.memory is None else 1.0), *bars[: MOST_BARS - 1]

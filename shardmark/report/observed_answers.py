@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from shardmark.api import MB
 from shardmark.meter.kernels import MATRIX_PRODUCT
 from shardmark.report.answers import Answer
-from shardmark.report.ranking import fastest_of, implementation, largest_case, median_seconds, time_beside
-from shardmark.report.words import beside, called, figure, first_place, is_fastest, sentence, share, where
+from shardmark.report.ranking import fastest_of, implementation, is_simulated, largest_case, time_over
+from shardmark.report.words import called, figure, first_place, is_fastest, sentence, share, time_of, where
 from shardmark.rows.columns import Entry, Row
-from shardmark.text import mib
+from shardmark.text import mib, number_of
+from shardmark.verdict.betting import UNDECIDED
 
 
 def hides(other: str) -> Answer:
@@ -27,7 +28,7 @@ def hides(other: str) -> Answer:
         theirs = next((entry for entry in case if implementation(entry) == other), None)
         if not hidden or theirs is None:
             return sentence(place, is_fastest(fastest, case))
-        time = beside(time_beside(case, fastest.entry, theirs), called(theirs))
+        time = time_of(called(theirs), time_over(case, fastest.entry, theirs))
         return sentence(place, f"{called(fastest.entry)} hides {hidden:.0%} of communication and takes {time}")
 
     return answer
@@ -40,30 +41,34 @@ def fastest_by_collective(entries: Sequence[Entry]) -> str:
         kinds.setdefault(entry["extra_info"]["case"]["collective"], []).append(entry)
     winners: dict[str, list[str]] = {}
     for kind, own in kinds.items():
-        winners.setdefault(first_place(fastest_of(largest_case(own))), []).append(kind.replace("_", "-"))
+        case = largest_case(own)
+        winners.setdefault(first_place(fastest_of(case), case), []).append(kind.replace("_", "-"))
     return sentence("", "; ".join(f"for {' and '.join(kinds)}, {said}" for said, kinds in winners.items()))
 
 
 def best_bucket(entries: Sequence[Entry]) -> str | None:
-    """The bucket size of each wrapper's shortest step, and the size that the model of overhead predicts."""
+    """The bucket size of each wrapper's shortest step, and the size that the model of overhead predicts.
+
+    Steps of two sizes were not timed in turns, and the machine's speed changes between two tests: the shortest step is
+    no proof of the best size, except in a simulation.
+    """
+    is_predicted = is_simulated(entries)
     sizes: dict[str, dict[int, Entry]] = {}
     for entry in entries:
         if (size := entry["extra_info"]["case"].get("bucket_mb")) is not None:
             sizes.setdefault(called(entry), {})[size] = entry
-    said = [f"for {wrapper} {_best_size(of)}" for wrapper, of in sizes.items()]
+    said = [f"for {wrapper} {_shortest(of, is_predicted)}" for wrapper, of in sizes.items()]
+    if said and not is_predicted:
+        said.append(f"sizes were not timed in turns, so which is best is {UNDECIDED}")
     models = [row["time"]["model"] for row in rows(entries) if "model" in row["time"]]
     if models:
         said.append(f"by the time of single all-reduces {models[0]['best_bytes'] / MB:.2g} MB should be best")
     return sentence("", "; ".join(said)) if said else None
 
 
-def _best_size(of: dict[int, Entry]) -> str:
-    seconds = {size: median_seconds(entry) for size, entry in of.items()}
-    best = min(seconds, key=lambda size: seconds[size].mid)
-    tied = sorted(size for size, span in seconds.items() if span.low <= seconds[best].high)
-    if len(tied) == len(seconds) > 1:
-        return "the best size is undecided"
-    return f"{' or '.join(map(str, tied))} MB is best"
+def _shortest(of: dict[int, Entry], is_predicted: bool) -> str:
+    best = min(of, key=lambda size: of[size]["stats"]["median"])
+    return f"{best} MB {'is predicted to be best' if is_predicted else 'had the shortest step'}"
 
 
 def held_while_made(entries: Sequence[Entry]) -> str | None:
@@ -85,7 +90,9 @@ def who_trains(entries: Sequence[Entry]) -> str:
     falls = [name for name, values in losses.items() if values[-1] < values[0]]
     stays = [name for name in losses if name not in falls]
     if not stays or not falls:
-        return f"The loss falls in {'all' if falls else 'none'} of {len(losses)} variants."
+        if len(losses) == 1:
+            return f"The loss {'falls' if falls else 'stays'} with {called(entries[0])}."
+        return f"The loss falls in {'all' if falls else 'none of the'} {len(losses)} variants."
     more = share(max(held[name] for name in stays) / max(held[name] for name in falls), "memory")
     return sentence(
         "", f"the loss falls with {', '.join(falls)}; it stays with {', '.join(stays)}, and a rank holds {more} then"
@@ -101,7 +108,9 @@ def efficiencies(entries: Sequence[Entry]) -> str:
     said = []
     for kind, entry in best.items():
         ranks, best_share = entry["extra_info"]["world_size"], entry["extra_info"]["work"]["efficiency"]
-        said.append(f"{kind} scaling to {ranks} ranks is at most {best_share:.0%} efficient, with {called(entry)}")
+        said.append(
+            f"{kind} scaling to {number_of(ranks, 'rank')} is at most {best_share:.0%} efficient, with {called(entry)}"
+        )
     return sentence("", "; ".join(said))
 
 

@@ -51,7 +51,7 @@ def left_open(report: Any) -> str | None:
     return dict(properties).get(UNDECIDED) if when == "call" else None
 
 
-@dataclass(eq=False)  # pytest tells plugins apart by identity
+@dataclass(eq=False)  # pytest distinguishes plugins by identity
 class Outcomes:
     """A pytest plugin that collects, by test: passed, why it failed, what it leaves undecided, why it was skipped."""
 
@@ -107,6 +107,7 @@ class Outcomes:
         if report.failed:
             self.failed.setdefault(report.nodeid, reason(report))
             self.passed.discard(report.nodeid)
+            self.undecided.pop(report.nodeid, None)
         elif report.skipped and not hasattr(report, "wasxfail"):
             self.skipped[report.nodeid] = reason(report).removeprefix("Skipped: ")
         elif report.when == "call":

@@ -49,8 +49,8 @@ class Lines:
 
 @dataclass(frozen=True)
 class Points:
-    """A point for each row's figures, and hollow ones for figures that others have published, on their hardware: on a
-    page of their own.
+    """A point for each row's figures, and hollow ones for figures that others have published, on their hardware; with
+    such figures the plot is on a page of their own.
 
     `ours` maps a metric's name to where it is in a row; the published ones are of the same metrics.
     """

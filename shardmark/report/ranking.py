@@ -137,7 +137,12 @@ def of_peer(case: Sequence[Entry]) -> Entry | None:
     return None if peer is None else _first(case).get(peer)
 
 
-def time_beside(case: Sequence[Entry], mine: Entry, theirs: Entry) -> Span:
+def is_simulated(entries: Sequence[Entry]) -> bool:
+    """Whether all entries are of a simulation."""
+    return all(entry["extra_info"].get("simulated") for entry in entries)
+
+
+def time_over(case: Sequence[Entry], mine: Entry, theirs: Entry) -> Span:
     """Time of `mine` over time of `theirs`."""
     return relative_times(case, who(theirs))[who(mine)]
 
@@ -167,8 +172,7 @@ def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
             if here in (mine, theirs) and there not in found:
                 found[there] = found[here] * step
                 reached.append(there)
-    if peer in first:
-        unit = first[peer]["stats"]["median"]
+    if peer in first and (unit := first[peer]["stats"]["median"]):
         for each, entry in first.items():
             found.setdefault(each, Span(0.0, entry["stats"]["median"] / unit, math.inf))
     return {each: found[each] for each in first if each in found}

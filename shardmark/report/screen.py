@@ -14,17 +14,18 @@ from shardmark.report.findings import findings, undecided, verdict
 from shardmark.report.outcomes import first_line
 from shardmark.report.questions import OTHERS
 from shardmark.report.summary import Summary
-from shardmark.text import printable
+from shardmark.text import cut, number_of, printable
 from shardmark.verdict.betting import UNDECIDED
 
 LEAST, MOST = 80, 120
 """Characters of a line: the terminal's width, within these limits."""
 
-LINES, BESIDE = 40, 3
-"""Most lines of a run's end; the rule above the screen, pytest's last line and the page's path are among them."""
+LINES, AROUND = 40, 3
+"""Most lines of a run's end, and those of them that are around the screen: the rule above it, pytest's last line and
+the page's path."""
 
-FOUND, FOUND_BESIDE_FAILURES = 8, 3
-"""Most findings; fewer leave room for what failed."""
+FOUND, FOUND_WITH_FAILURES, LEAST_FOR_FAILURES = 8, 3, 12
+"""Most findings; fewer leave room for what failed, which has so many lines at least."""
 
 MISSED_SHOWN = 3
 """Missed goals that are shown; the others are counted."""
@@ -41,11 +42,14 @@ def screen_lines(summary: Summary, width: int, files: Sequence[Styled] = (), ver
     Failures come last and whole: as many as have room, at least one, then the number of the others. `verbose` shows
     them all, every test that is undecided, every missed goal and every answer.
     """
-    lines = [*_head(summary, width), *_goals(summary, width, verbose), *_found(summary, width)]
+    lines = [*_head(summary, width), *_goals(summary, width, verbose)]
+    end = [("", PLAIN), *_counted(summary, width, verbose), *files]
+    failures = LEAST_FOR_FAILURES if summary.outcomes.failed else 0
+    lines += _found(summary, width, None if verbose else LINES - AROUND - len(lines) - len(end) - failures)
     if verbose:
         lines += [*_undecided_tests(summary, width), *_answers(summary, width)]
-    lines += [("", PLAIN), *_counted(summary, width, verbose), *files]
-    return [*lines, *_failures(summary, width, None if verbose else LINES - BESIDE - len(lines))]
+    lines += end
+    return [*lines, *_failures(summary, width, None if verbose else LINES - AROUND - len(lines))]
 
 
 def _head(summary: Summary, width: int) -> Iterator[Styled]:
@@ -62,24 +66,27 @@ def _goals(summary: Summary, width: int, verbose: bool) -> Iterator[Styled]:
         missed = list(summary.missed())
         shown = missed if verbose else missed[:MISSED_SHOWN]
         for name, why in shown:
+            name = name if verbose else cut(printable(name), max(20, width - len(printable(why)) - 6))
             yield from _wrapped(f"{name}: {why}", width, "  ")
         if len(missed) > len(shown):
             yield f"  and {len(missed) - len(shown)} more", PLAIN
 
 
-def _found(summary: Summary, width: int) -> Iterator[Styled]:
-    """The findings; where there are few, answers of other measured questions as well."""
-    most = FOUND_BESIDE_FAILURES if summary.outcomes.failed else FOUND
+def _found(summary: Summary, width: int, room: int | None) -> list[Styled]:
+    """The findings, as many as `room` lines have room for; where there are few, answers of other measured questions."""
+    most = FOUND_WITH_FAILURES if summary.outcomes.failed else FOUND
     found = findings(summary, most)
     said = [each.sentence for each in found]
-    told, without = {each.question for each in found}, (NO_ANSWER, NOT_MEASURED)
+    shown, without = {each.question for each in found}, (NO_ANSWER, NOT_MEASURED)
     for text, entries, answer in summary.questions.answers(summary.entries, summary.outcomes):
-        if entries and (text or OTHERS) not in told and not answer.startswith(without):
+        if entries and (text or OTHERS) not in shown and not answer.startswith(without):
             said.append(f"{text or OTHERS.capitalize() + ':'} {answer}")
-    if said:
-        yield "", PLAIN
+    lines: list[Styled] = []
     for sentence in said[:most]:
-        yield from _wrapped(sentence, width, "- ")
+        more = [*_wrapped(sentence, width, "- ")]
+        if room is None or 1 + len(lines) + len(more) <= room:
+            lines += more
+    return [("", PLAIN), *lines] if lines else []
 
 
 def _undecided_tests(summary: Summary, width: int) -> Iterator[Styled]:
@@ -97,7 +104,7 @@ def _answers(summary: Summary, width: int) -> Iterator[Styled]:
 def _counted(summary: Summary, width: int, verbose: bool) -> Iterator[Styled]:
     """The number of questions that are undecided or not measured, in one line, and how to see all."""
     count = len(undecided(summary))
-    are = f"{count} question{'s are' if count > 1 else ' is'} undecided or not measured"
+    are = f"{number_of(count, 'question')} {'is' if count == 1 else 'are'} undecided or not measured"
     shows = "" if verbose else "-v shows all answers and the tables"
     if text := "; ".join(filter(None, (are if count else "", shows))):
         yield from _wrapped(text, width)

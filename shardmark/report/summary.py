@@ -13,9 +13,10 @@ from typing import Any
 from shardmark.meter.disturbances import NOTED, WAITED
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.questions import Questions
-from shardmark.report.words import share
+from shardmark.report.words import called_peer, share
 from shardmark.rows.columns import Entry, goal_outcomes
 from shardmark.rows.reader import entries_of
+from shardmark.text import number_of
 from shardmark.verdict.betting import FAIL, MISSED, REACHED, UNDECIDED
 
 BUSY = 1 / 3
@@ -43,8 +44,9 @@ class Summary:
         else:
             rows = {entry["fullname"]: entry["extra_info"] for entry in entries}
             failed = {test: row.get("why") or FAIL for test, row in rows.items() if row["verdict"] == FAIL}
-            passed = {entry["fullname"] for entry in entries if entry["stats"]} - failed.keys()
-            outcomes = Outcomes(passed, failed)
+            left_open = {test: row.get("why") or UNDECIDED for test, row in rows.items() if row["verdict"] == UNDECIDED}
+            passed = {entry["fullname"] for entry in entries if entry["stats"]} - failed.keys() - left_open.keys()
+            outcomes = Outcomes(passed, failed, left_open)
         questions, date = Questions.of(output.get("questions", ())), str(output.get("datetime") or "")[:10]
         return cls(entries, questions, outcomes, output["machine_info"], date, "outcomes" in output)
 
@@ -54,8 +56,7 @@ class Summary:
         parts = [
             *([", ".join(info["gpus"])] if info.get("gpus") else []),
             str((info.get("cpu") or {}).get("brand_raw") or info.get("machine") or "a processor without a name"),
-            f"{info.get('cores')} cores",
-            f"{info.get('threads')} threads",
+            *(number_of(info[f"{each}s"], each) for each in ("core", "thread") if info.get(f"{each}s")),
             *([info["scheduling"]] if info.get("scheduling") else []),
             f"torch {info.get('torch')}",
         ]
@@ -67,7 +68,7 @@ class Summary:
         scales = " and ".join(dict.fromkeys(row["scale"] for row in rows))
         ranks = sorted({row["world_size"] for row in rows})
         links = {row["link"] for row in rows} - {None}
-        text = f"{len(rows)} row{'s' * (len(rows) != 1)} at {scales} scale on {_in_words(ranks)}"
+        text = f"{number_of(len(rows), 'row')} at {scales} scale on {_in_words(ranks)}"
         text += f", hosts joined at {', '.join(sorted(links))}" if links else ""
         hardware = {row.get("hardware") for row in rows} - {None}
         text += f", predicted for {' and '.join(sorted(hardware))}" if hardware else ""
@@ -102,7 +103,7 @@ class Summary:
             if time.get("outcome") == MISSED:
                 yield (
                     self.name(entry["fullname"]),
-                    f"{share(time['ratio'], 'time')} of {time['peer']}, goal {time['goal']:.3g}",
+                    f"{share(time['ratio'], 'time')} of {called_peer(entry)}, goal {time['goal']:.3g}",
                 )
             for figure, goal in limit.get("goals", {}).items():
                 if goal["outcome"] == MISSED:

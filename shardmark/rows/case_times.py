@@ -56,8 +56,8 @@ class CaseTimes:
     def pace(
         self, case: CaseKey, name: str, seconds: Sequence[float], peer: str | None, peer_seconds: Sequence[float]
     ) -> float:
-        """How slow the machine was in these rounds of `name`, as a factor of its speed for which the case's times are
-        stated: the median round over the implementation's time. Without `peer_seconds` no pair was timed."""
+        """Measured median over the stated time of `name`; 1 where either is 0. Without `peer_seconds` no pair was
+        timed."""
         known = self._cases[case]
         times = known.seconds
         if peer is not None and peer_seconds:
@@ -68,4 +68,5 @@ class CaseTimes:
             else:
                 between = math.sqrt(median(seconds) * median(peer_seconds) / ratio)
                 times[name] = ratio * times.setdefault(peer, between)
-        return median(seconds) / times.setdefault(name, median(seconds))
+        measured = median(seconds)
+        return measured / stated if measured and (stated := times.setdefault(name, measured)) else 1.0

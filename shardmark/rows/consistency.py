@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -17,13 +18,16 @@ ALIKE = 1e-6
 
 def contradictions(entries: Sequence[Entry]) -> Iterator[str]:
     """One line for each pair of figures that contradict each other, with the row's test and both figures."""
-    rows = {_place(entry, entry["extra_info"]["implementation"]): entry for entry in entries if entry["stats"]}
-    for entry in rows.values():
+    timed = [entry for entry in entries if entry["stats"]]
+    rows: defaultdict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+    for entry in timed:
+        rows[_place(entry, entry["extra_info"]["implementation"])].append(entry)
+    for entry in timed:
         name, row = entry["fullname"], entry["extra_info"]
         found = [*_within(entry, row), *_by_time(entry, row), *_verdicts(row)]
         if row["time"].get("ratio") is not None:
-            peer = rows.get(_place(entry, row["time"]["peer"]))
-            found += [] if peer is None else _beside(entry, peer)
+            for peer in rows[_place(entry, row["time"]["peer"])]:
+                found += _with_peer(entry, peer)
         yield from (f"{name}: {line}" for line in found)
 
 
@@ -71,7 +75,7 @@ def _verdicts(row: Row) -> Iterator[str]:
             yield f"passed a budget of {time['budget']}, where the interval is [{low:.6g}, {high:.6g}]"
 
 
-def _beside(entry: Entry, peer: Entry) -> Iterator[str]:
+def _with_peer(entry: Entry, peer: Entry) -> Iterator[str]:
     """The quotient of two rows' times is their ratio, and the ratio of the reverse pair is its inverse."""
     mine, theirs = entry["extra_info"]["time"], peer["extra_info"]["time"]
     quotient = entry["stats"]["median"] / peer["stats"]["median"]

@@ -145,6 +145,7 @@ class Time(TypedDict, total=False):
     host: Annotated[Seconds | None, "GPU: what the host takes to launch a step."]
     machine: Annotated[dict[str, Share], "Disturbances while the case was timed, as shares of the step's time."]
     peer: Annotated[str | None, "Implementation that the case is timed against."]
+    peer_called: Annotated[str, "The peer as in sentences: eager attention."]
     peer_median: Annotated[Seconds, "Median step of the peer, at the same speed."]
     ratio: Annotated[Ratio | None, "Step time over the peer's, by pairs of rounds."]
     interval: Annotated[Interval | None, "95% interval of the ratio; null after too few rounds."]

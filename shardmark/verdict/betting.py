@@ -95,9 +95,14 @@ def fewest_rounds(confidence: float) -> int:
     return rounds
 
 
+SHORTEST = 1e-9
+"""Seconds that a round takes at least: a coarse clock shows 0 for a short step."""
+
+
 def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> list[float]:
     """Ratio of each round's time to the peer's time in the same round: the machine's drift cancels."""
-    return [mine / theirs for mine, theirs in zip(seconds, peer_seconds, strict=True)]
+    rounds = zip(seconds, peer_seconds, strict=True)
+    return [max(mine, SHORTEST) / max(theirs, SHORTEST) for mine, theirs in rounds]
 
 
 class _Pairs:

@@ -13,6 +13,8 @@ PAGE = Path("docs/published-memory.md")
 
 HEAD = """# Predicted memory beside published figures
 
+This page answers how far the predicted bytes are from those that others have published.
+
 Written by `python -m studies.published`. Each program was rebuilt from its write-up (`studies/published/programs.py`)
 and simulated by the rules of its GPU, without one. The figures are:
 

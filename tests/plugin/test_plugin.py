@@ -77,7 +77,8 @@ def test_a_row_says_what_the_design_lists(project: pytest.Pytester) -> None:
     assert row["work"]["flops_per_second"] == pytest.approx(10 / entry["stats"]["median"])
     assert row["limit"]["seconds"] > 0 and 0 < row["limit"]["fraction"] < 1
     time = row["time"]
-    assert time["peer"] == "slow" and time["budget"] == 0.9 and time["judged_confidence"] >= confidence(1)
+    assert (time["peer"], time["peer_called"]) == ("slow", "a slow nap")
+    assert time["budget"] == 0.9 and time["judged_confidence"] >= confidence(1)
     assert time["goal"] is time["outcome"] is None
     assert time["interval"][0] <= time["ratio"] <= time["interval"][1] < 0.9
     assert time["machine"].keys() <= {"waited", "bursts", "warm-up", "drift", "level"}

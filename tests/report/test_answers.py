@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardmark.report.answers import answered, fastest, fastest_and_smallest, goals, most, saves
+from shardmark.report.answers import Answer, answered, fastest, fastest_and_smallest, goals, most, saves
 from shardmark.report.ranking import Span, fastest_of, implementation, relative_times
 from shardmark.report.words import figure, share, where
 from shardmark.rows.columns import Entry
@@ -16,6 +16,7 @@ PEER = entry("eager", 1.0, tensors=100 * MIB)
 QUICK = entry("quick", 0.5, ("eager", 0.45, 0.5, 0.55), tensors=50 * MIB)
 SLIM = entry("slim", 0.8, ("eager", 0.75, 0.8, 0.85), tensors=8 * MIB)
 ALIKE = entry("alike", 0.52, ("eager", 0.47, 0.52, 0.57), tensors=60 * MIB)
+HEAVY = entry("heavy", 0.5, ("eager", 0.45, 0.5, 0.55), tensors=200 * MIB)
 OPEN = entry("open", 1.0, ("eager", 0.9, 1.0, 1.1), tensors=MIB)
 
 
@@ -49,13 +50,32 @@ def test_a_ratio_that_may_be_1_is_undecided(ends: tuple[float, float], why: str)
     took = "quick takes 0.80 of the time of eager"
     beside = f"Which is fastest is undecided: {took}, and the intervals of all overlap."
     assert answered([PEER, open_ratio], fastest) == beside
-    assert answered([open_ratio], fastest) == f"{took.capitalize()}; {why}."
+    assert answered([open_ratio], fastest) == f"Quick takes 800 ms, 0.80 of the time of eager; {why}."
 
 
 def test_a_ratio_of_too_few_rounds_does_not_take_the_first_place_of_one_that_is_known() -> None:
     unsure = entry("unsure", 0.4, ("eager", 0.0, 0.4, 0.0))
     text = answered([PEER, QUICK, SLIM, unsure], fastest)
     assert text == "Quick or unsure is fastest: quick takes 0.50 of the time of eager."
+
+
+@pytest.mark.parametrize("how", [fastest, fastest_and_smallest])
+def test_a_peer_without_a_row_may_be_faster(how: Answer) -> None:
+    """As where one implementation was chosen with --impl, or where the peer's test failed."""
+    mine, other = entry("mine", 1.7, ("eager", 1.6, 1.7, 1.8)), entry("other", 3.0, ("eager", 2.9, 3.0, 3.1))
+    assert answered([mine], how) == "Mine takes 1,700 ms, 1.70 times the time of eager."
+    assert answered([mine, other], how) == "Eager is faster: mine takes 1.70 times the time of eager."
+    near = entry("near", 0.98, ("eager", 0.9, 0.98, 1.1))
+    said = "Which is fastest is undecided: near takes 0.98 of the time of eager."
+    assert answered([near, other], how) == said
+    assert answered([QUICK, other], fastest) == "Quick is fastest with 0.50 of the time of eager."
+
+
+def test_a_peer_of_0_bytes_has_no_ratio() -> None:
+    empty, mine = entry("empty", tensors=0), entry("mine", 0.5, ("empty", 0.4, 0.5, 0.6), tensors=MIB)
+    text = answer(empty, mine)
+    assert text == "Mine is fastest with 0.50 of the time of empty; none needs less memory than empty."
+    assert answered([empty, mine], saves("mine")) == "Empty takes 0 of the memory and 2.00 times the time of mine."
 
 
 def test_ratios_are_multiplied_along_the_way_to_the_common_peer() -> None:
@@ -129,7 +149,7 @@ def test_a_case_that_names_its_implementation_is_one_case_with_the_peers() -> No
     )
     for each in (eager, compiled):
         each["extra_info"]["case"] |= {"step": implementation(each), "name": "s64"}
-    assert "compiled is fastest with 0.50 of the time of eager" in answered([eager, compiled], fastest)
+    assert answered([eager, compiled], fastest) == "Compiled is fastest with 0.50 of the time of eager."
 
 
 @pytest.mark.parametrize(
@@ -137,14 +157,16 @@ def test_a_case_that_names_its_implementation_is_one_case_with_the_peers() -> No
     [
         ((PEER, QUICK, SLIM), None, "Slim takes 0.08 of the memory and 0.80 of the time of eager."),
         ((PEER, QUICK, SLIM), "quick", "Slim takes 0.16 of the memory and 1.60 times the time of quick."),
-        ((QUICK,), None, "Quick needs least memory, 50.00 MiB."),
+        ((QUICK,), None, "Quick takes 500 ms, 0.50 of the time of eager; it needs 50.00 MiB."),
+        ((QUICK, SLIM), None, "Slim needs least memory, 8.00 MiB, and takes 0.80 of the time of eager."),
+        ((PEER, HEAVY), None, "Eager needs least memory, 100.00 MiB."),
         (
             (PEER, OPEN),
             None,
             "Open takes 0.01 of the memory and 1.00 times the time of eager; which is faster is undecided.",
         ),
     ],
-    ids=["the_peer", "another", "alone", "undecided"],
+    ids=["the_peer", "another", "alone", "without_the_peer", "the_peer_itself", "undecided"],
 )
 def test_who_saves_memory_says_at_what_time(entries: Sequence[Entry], other: str | None, expected: str) -> None:
     assert answered(entries, saves(other)) == expected
@@ -162,6 +184,11 @@ def test_the_most_of_a_figure_and_goals() -> None:
     assert answered(entries, reaches) == "B reaches 62%."
     reached, missed = (entry("a", time={"goal": 1.0, "outcome": outcome}) for outcome in ("reached", "missed"))
     assert answered([reached, reached, missed], goals) == "Goals: 2 reached, 1 missed."
+
+
+def test_long_names_are_cut_in_sentences() -> None:
+    (long,) = [entry("n" * 500, 0.5, ("p" * 500, 0.4, 0.5, 0.6))]
+    assert len(answer(long)) < 200
 
 
 @pytest.mark.parametrize(
@@ -182,3 +209,21 @@ def test_a_simulation_says_who_is_predicted_to_hold_least() -> None:
     for each, seconds in ((large, 1.0), (small, 2.0)):
         each["stats"] = {"median": seconds, "mean": 9.0}  # a median, as in tables
     assert answer(large, small).startswith("Large is predicted to be fastest, 1,000 ms; small is predicted to need")
+    assert answered([large, small], lambda _: "An answer of its own.") == "An answer of its own."
+    assert answered([large, small], lambda entries: entries[0]["extra_info"]["time"]["hidden"]).startswith("No answer:")
+
+
+def test_predictions_that_are_alike_share_the_first_place() -> None:
+    def simulated(name: str, seconds: float, nbytes: int) -> Entry:
+        made = entry(name, seconds, tensors=nbytes)
+        made["extra_info"]["simulated"] = True
+        return made
+
+    a, b, c = simulated("a", 0.766e-3, MIB), simulated("b", 0.7661e-3, MIB), simulated("c", 1e-3, 2 * MIB)
+    assert answer(a, b, c) == (
+        "A or b is predicted to be fastest, 0.766 ms; a or b is predicted to need least memory, 1.00 MiB."
+    )
+    assert (
+        answer(a, b)
+        == "All are predicted to take the same time, 0.766 ms; all are predicted to need the same memory, 1.00 MiB."
+    )

@@ -1,7 +1,8 @@
-"""Findings: decided comparisons in sentences whose figures are the rows', the most telling first."""
+"""Findings: decided comparisons in sentences whose figures are the rows', the largest effect first."""
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -73,6 +74,15 @@ def test_the_peer_may_have_no_row() -> None:
     assert finding.bars == (("ddp", 1.0, None), ("sent_in_bfloat16", 0.5, None))
 
 
+def test_times_and_bytes_of_0_are_no_finding_and_no_error() -> None:
+    """A clock may be too coarse for a step, and a peak may be of nothing."""
+    instant, empty = entry("instant", 0.0, tensors=MIB), entry("empty", 1.0, tensors=0)
+    assert sentences(instant, entry("other", 0.0, tensors=2 * MIB)) == [
+        "Instant takes 0.50 of the memory of other; the ratio of their times has no interval."
+    ]
+    assert sentences(empty, entry("quick", 0.0, ("empty", 0.0, 0.0, 0.0), tensors=MIB)) == []
+
+
 def test_what_was_not_raced_is_compared_in_memory_alone() -> None:
     """Beside the largest, and without a word on which is faster."""
     (said,) = sentences(entry("ddp", 1.0, tensors=100 * MIB), entry("fsdp", 0.9, tensors=40 * MIB))
@@ -133,6 +143,59 @@ def test_the_figures_of_a_whole_run_are_those_of_its_rows() -> None:
         assert (share(memory, "memory") in finding.sentence) == (abs(memory - 1) >= 0.05)
 
 
+def test_a_picture_and_its_sentence_have_the_same_words() -> None:
+    quick = entry("quick", 0.5, ("eager", 0.45, 0.5, 0.55), tensors=8 * MIB)
+    quick["extra_info"]["called"] = "the quick nap"
+    (finding,) = findings(summary([EAGER, quick]))
+    assert finding.sentence.startswith("The quick nap takes") and finding.bars[1][0] == "the quick nap"
+
+
+def test_a_killed_runs_undecided_rows_are_undecided() -> None:
+    rows = [entry("met"), entry("open", verdict="undecided"), entry("over", verdict="fail")]
+    rows[1]["extra_info"]["why"] = "the interval includes the budget"
+    run = Summary.of({"benchmarks": rows, "machine_info": {}})
+    assert run.outcomes.undecided == {rows[1]["fullname"]: "the interval includes the budget"}
+    assert run.outcomes.passed == {rows[0]["fullname"]}
+    without_failure = Summary.of({"benchmarks": rows[:2], "machine_info": {}})
+    assert "no test failed, and 1 of 2 is undecided" in verdict(without_failure)
+
+
+def test_an_undecided_test_whose_teardown_fails_counts_once() -> None:
+    outcomes = Outcomes()
+    ends = {"nodeid": "a", "skipped": False, "longrepr": "boom"}
+    outcomes.pytest_runtest_logreport(
+        Mock(**ends, when="call", failed=False, user_properties=[("undecided", "open")])  # type: ignore[arg-type]
+    )
+    outcomes.pytest_runtest_logreport(Mock(**ends, when="teardown", failed=True))
+    assert verdict(Summary([], Questions(), outcomes, {})) == "The only test failed."
+
+
+def test_a_predicted_comparison_has_a_predicted_time() -> None:
+    large = entry("large", 1.0, tensors=100 * MIB)
+    small = entry("small", 2.5, ("large", 0.0, 2.5, 0.0), tensors=82 * MIB)
+    for each in (large, small):
+        each["extra_info"]["simulated"] = True
+    assert sentences(large, small) == [
+        "Small is predicted to take 0.82 of the memory and 2.50 times the time of large."
+    ]
+
+
+def test_a_peer_without_a_row_has_the_words_that_it_was_registered_with() -> None:
+    alone = entry("mine", 0.5, ("fsdp2", 0.45, 0.5, 0.55), tensors=MIB, time={"peer_called": "PyTorch's FSDP2"})
+    (finding,) = findings(summary([alone]))
+    assert finding.sentence == "Mine takes 0.50 of the time of PyTorch's FSDP2."
+    assert finding.bars[0][0] == "PyTorch's FSDP2"
+
+
+def test_a_ratio_without_an_interval_is_undecided() -> None:
+    short = entry("short", 0.9, ("eager", 0.0, 0.9, 0.0), tensors=100 * MIB)
+    run = summary([short])
+    assert undecided(run) == [
+        "What does a nap cost? Short takes 900 ms, 0.90 of the time of eager; "
+        "the ratio of their times has no interval; it needs 100.00 MiB."
+    ]
+
+
 def test_a_derived_answer_is_no_finding_and_not_undecided() -> None:
     questions = Questions()
     questions.state(pytest.mark.question("How much is twice three?", answer="Six.").mark)
@@ -155,8 +218,10 @@ def test_questions_that_are_undecided_or_not_measured_are_said() -> None:
 @pytest.mark.parametrize(
     ("outcomes", "said"),
     [
-        (Outcomes({"a", "b"}), "All 2 tests passed: every budget was met."),
+        (Outcomes({"a", "b"}), "Both tests passed: every budget was met."),
+        (Outcomes({"a", "b", "c"}), "All 3 tests passed: every budget was met."),
         (Outcomes({"a"}, undecided={"b": "?"}), "No test failed, and 1 of 2 is undecided."),
+        (Outcomes(undecided={"b": "?"}), "No test failed, and the only one is undecided."),
         (Outcomes({"a"}, {"c": "boom"}, {"b": "?"}), "1 of 3 tests failed."),
         (Outcomes(skipped={"a": "why"}, collected=1), "No test ran to its end."),
         (Outcomes({"a"}, collected=1), "The only test passed: every budget was met."),

@@ -54,14 +54,31 @@ def test_collectives_are_named_by_who_is_fastest() -> None:
     )
 
 
-def test_the_best_bucket_is_each_wrappers_own_and_the_models() -> None:
-    sizes = {1: 1.0, 10: 0.5, 100: 0.5}
+def test_a_collectives_peer_without_a_row_may_be_fastest() -> None:
+    for ratio, ends, said in (
+        (1.7, (1.6, 1.8), "backend is fastest"),
+        (0.5, (0.4, 0.6), "ring is fastest"),
+        (0.9, (0.7, 1.2), "which is fastest is undecided"),
+    ):
+        ring = of("ring", ratio, {"collective": "all_reduce"}, race=("backend", ends[0], ratio, ends[1]))
+        assert answer(answers.fastest_by_collective, ring) == f"For all-reduce, {said}."
+    alone = of("ring", 1.0, {"collective": "all_reduce"})
+    assert answer(answers.fastest_by_collective, alone) == "For all-reduce, ring is the only one that was timed."
+
+
+def test_the_shortest_step_of_sizes_that_were_not_timed_in_turns_decides_nothing() -> None:
+    sizes = {1: 1.0, 10: 0.45, 100: 0.5}
     ours = [of("bucketed", seconds, {"bucket_mb": size}) for size, seconds in sizes.items()]
     ddp = [of("ddp", 1.0, {"bucket_mb": size}) for size in sizes]
     model = of("backend", time={"model": {"best_bytes": 4_500_000}})
-    expected = "For bucketed 10 or 100 MB is best; for ddp the best size is undecided; "
-    expected += "by the time of single all-reduces 4.3 MB should be best."
-    assert answer(answers.best_bucket, *ours, *ddp, model) == expected
+    model_says = "by the time of single all-reduces 4.3 MB should be best."
+    assert answer(answers.best_bucket, *ours, *ddp, model) == (
+        "For bucketed 10 MB had the shortest step; for ddp 1 MB had the shortest step; "
+        f"sizes were not timed in turns, so which is best is undecided; {model_says}"
+    )
+    for each in ours:
+        each["extra_info"]["simulated"] = True
+    assert answer(answers.best_bucket, *ours) == "For bucketed 10 MB is predicted to be best."
     assert answer(answers.best_bucket, of("a")) == "No answer: its rows do not say."
 
 
@@ -87,7 +104,9 @@ def test_who_trains_is_whose_loss_falls() -> None:
     assert answer(answers.who_trains, after, before, variant("repaired", [2.0, 1.5], 100)) == (
         "The loss falls with after, repaired; it stays with before, and a rank holds 1.33 times the memory then."
     )
-    assert answer(answers.who_trains, after) == "The loss falls in all of 1 variants."
+    assert answer(answers.who_trains, after) == "The loss falls with after."
+    assert answer(answers.who_trains, before) == "The loss stays with before."
+    assert answer(answers.who_trains, after, variant("repaired", [2.0, 1.5], 1)) == "The loss falls in all 2 variants."
 
 
 def test_each_kind_of_scaling_has_its_best() -> None:
@@ -96,8 +115,8 @@ def test_each_kind_of_scaling_has_its_best() -> None:
         for kind, name, share in (("strong", "a", 0.25), ("strong", "b", 0.5), ("weak", "a", 0.75))
     ]
     assert answer(answers.efficiencies, *entries) == (
-        "Strong scaling to 1 ranks is at most 50% efficient, with b; "
-        "weak scaling to 1 ranks is at most 75% efficient, with a."
+        "Strong scaling to 1 rank is at most 50% efficient, with b; "
+        "weak scaling to 1 rank is at most 75% efficient, with a."
     )
 
 

@@ -3,6 +3,7 @@
 import html
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from shardmark.report.page import page, published_page
 from shardmark.report.page.figure import Anchors, ticks
 from shardmark.report.page.history import history
 from shardmark.report.page.lines import lines
-from shardmark.report.plots import Automatic, Lines
+from shardmark.report.plots import Automatic, Lines, Published, saved
 from shardmark.rows.reader import read_run
 from tests.support.page_figures import disagreements
-from tests.support.page_rows import LENGTHS, entry, output, raced, run
+from tests.support.page_rows import LENGTHS, PUBLISHED, entry, output, raced, run
 
 RECORD = Path(__file__).parents[2] / "studies" / "records" / "two-cores-cpu.json.gz"
 LARGEST = 1_000_000
@@ -58,6 +59,25 @@ def test_a_figure_that_is_not_the_runs_is_seen(wrong: str) -> None:
     [row] = [each for each in other["benchmarks"] if each["extra_info"]["implementation"] == "quick"]
     WRONG[wrong](row)
     assert list(disagreements(page([("planted.json", planted())]), other))
+
+
+MOVED = {
+    "a point": (r'(data-tip="quick · [^>]*>.*?<b style="left:)([\d.]+)', r"\g<1>33.3"),
+    "an end": (r'(data-tip="quick · [^>]*>.*?<i style="left:)([\d.]+)', r"\g<1>22.2"),
+    "a bar": (
+        r'(data-tip="slow · [^>]*><a[^>]*>slow</a><span class="track bar"[^>]*><i class="k\d" style="width:)[\d.]+',
+        r"\g<1>1",
+    ),
+    "a picture": (r'(<ul class="findings">.*?</span>)0\.50<', r"\g<1>0.51<"),
+}
+
+
+@pytest.mark.parametrize("moved", MOVED)
+def test_a_place_that_is_not_the_figures_is_seen(moved: str) -> None:
+    text = page([("planted.json", planted())])
+    other, count = re.subn(*MOVED[moved], text, count=1, flags=re.S)
+    assert count == 1 and list(disagreements(text, planted())) == []
+    assert len(list(disagreements(other, planted()))) == 1
 
 
 def test_each_point_of_a_line_says_the_rows_figure() -> None:
@@ -121,6 +141,7 @@ def test_a_row_raced_against_another_peer_stands_at_the_quotient_of_the_times() 
     rows[3]["extra_info"]["time"] |= {"peer": "slow"}
     rows[3]["stats"] |= {"median": 0.01, "q1": 0.009, "q3": 0.011}
     text = page([("a", output(rows))])
+    assert "<h3>raced · beside eager</h3>" in text
     places = dict(re.findall(r'class="name">(\w+)</a>.*?<b style="left:([\d.]+)%', text))
     assert places["second"] == places["eager"] and ">0.5 [0.495, 0.505] slow<" in text
 
@@ -161,6 +182,63 @@ def test_a_history_marks_the_run_in_which_a_figure_changed() -> None:
     assert changed.ratio.said == "1 [0.99, 1.01] eager → 0.9 [0.891, 0.909] eager"
     heights = [mark.y for mark in changed.ratio.marks]
     assert heights[1] == heights[2] < heights[0] < heights[3]
+
+
+def test_a_history_breaks_where_the_peer_changes() -> None:
+    given = runs(1.0, 0.9, 0.5, 0.6)
+    for _, run_of in given[2:]:
+        run_of["benchmarks"][0]["extra_info"]["time"]["peer"] = "other"
+    mine, same = history(given, [])
+    assert mine.ratio is not None and same.ratio is not None
+    assert mine.ratio.line.count("M") == mine.ratio.band.count("Z") == 2 and same.ratio.line.count("M") == 1
+
+
+def test_a_case_of_many_rows_shows_the_fastest_and_says_so() -> None:
+    others = [raced(f"way{n}", 2.0 - n / 200) for n in range(300)]
+    text = page([("a", output([entry("eager", {"id": "raced"}), *others]))])
+    [plot] = re.findall(r"<figcaption>Time beside the peer.*?</figure>", text, re.S)
+    names = re.findall(r'class="name">(\w+)</a>', plot)
+    assert names == [f"way{n}" for n in range(299, 299 - 48, -1)]
+    assert "beside eager: the 48 fastest of 301 rows; the table has all." in html.unescape(plot)
+
+
+def test_a_negative_time_is_drawn_as_0_and_said() -> None:
+    parts = {"forward": 0.02, "backward": 0.01, "communication": -0.004}
+    rows = [entry(name, {"id": "parts"}, time={"parts": parts}) for name in ("one", "two")]
+    text = page([("a", output(rows))])
+    [plot] = re.findall(r"<figcaption>Where the step.*?</figure>", text, re.S)
+    assert "width:-" not in plot and "forward 67%, backward 33%" in plot
+    assert "communication -4.000 ms" in plot and "drawn as 0" in plot
+
+
+def test_two_kinds_have_two_colours() -> None:
+    mixed = [each for each in run()["benchmarks"] if each["extra_info"]["implementation"] in ("observed", "eager")]
+    curve = [{"parameters": 2**19, "gradients": 2**19}]
+    mixed.append(entry("kinds", {"id": "kinds"}, memory={"curve": curve}))
+    text = page([("a", output(mixed))])
+    [legend] = re.findall(r'<figcaption>Peak memory.*?<p class="legend">(.*?)</p>', text, re.S)
+    colours = re.findall(r'class="(k\d)"></i>(\w+)', legend)
+    assert len(colours) >= 3 and len(dict(colours)) == len(colours)
+
+
+@pytest.mark.parametrize("published", [(), PUBLISHED.published])
+def test_points_without_published_figures_are_in_their_section(published: tuple[Published, ...]) -> None:
+    one = output([entry("eager", {"id": "a"}), entry("quick", {"id": "a"})])
+    one["questions"][0]["plots"] = [saved(replace(PUBLISHED, published=published))]
+    assert ("<figcaption>Ours and published <" in page([("a", one)])) == (not published)
+
+
+def test_the_note_says_which_part_communication_is_in() -> None:
+    def drawn(ranks: int, **parts: float) -> str:
+        rows = [entry(name, {"id": "a"}, time={"parts": {"forward": 1.0, "backward": 2.0, **parts}}) for name in "ab"]
+        return page(
+            [("a", output([each | {"extra_info": each["extra_info"] | {"world_size": ranks}} for each in rows]))]
+        )
+
+    own, within = "time that it adds to the step", "communication is in the part that waits for it"
+    assert own in drawn(2, communication=0.1) and within not in drawn(2, communication=0.1)
+    assert within in drawn(2) and own not in drawn(2)
+    assert within not in drawn(1) and own not in drawn(1)
 
 
 def test_a_row_that_a_run_lacks_has_a_history_of_the_others() -> None:

@@ -195,6 +195,23 @@ def test_a_link_to_a_row_or_a_plot_shows_it(opened: Open) -> None:
     assert plot.is_visible() and 0 <= plot.bounding_box()["y"] < DESKTOP["height"]
 
 
+def test_a_link_keeps_the_filter_and_the_sort_in_the_address(opened: Open) -> None:
+    tab = opened()
+    unfold(tab)
+    tab.locator("input[data-filters=table-a]").fill("quick")
+    link = tab.locator("figure li a[href^='#row-']:visible", has_text="quick").first
+    row = link.get_attribute("href")
+    link.click()
+    assert tab.evaluate("location.hash") == f"{row}&filter.table-a=quick" and tab.locator(row).is_visible()
+    tab.locator(".permalink:visible").first.click()
+    assert tab.evaluate("location.hash").endswith("&filter.table-a=quick")
+    assert tab.locator("#table-a tbody tr:visible").count() == 1
+    again = opened(fragment=tab.evaluate("location.hash"))
+    assert again.locator("#table-a tbody tr").count() > 1
+    unfold(again)
+    assert again.locator("#table-a tbody tr:visible").count() == 1
+
+
 def test_figures_show_on_hover_and_on_focus(opened: Open) -> None:
     tab = opened()
     unfold(tab)

@@ -67,10 +67,32 @@ def test_the_end_of_a_run_of_200_rows_has_at_most_40_lines_of_80_columns(failed:
     lines = screen(whole_run(failed))
     assert max(map(len, lines)) <= 80 and len(lines) + 3 <= 40
     whole = lines.count("  " + " ".join(["why"] * 19))
-    assert whole == (min(failed, 2) if failed < 3 else whole) and (whole > 0) == (failed > 0)
+    each = 3  # lines: a name and two of the reason
+    assert whole == failed or len(lines) + 3 + each > 40
+    assert whole >= min(failed, 3)
     assert (lines[-1] == f"and {failed - whole} more, which -v shows") == (failed > whole)
     findings = sum(line.startswith("- ") for line in lines)
     assert findings == (3 if failed else 8)
+
+
+@pytest.mark.parametrize("failed", [0, 3])
+def test_long_names_do_not_lengthen_the_end(failed: int) -> None:
+    run = whole_run(failed)
+    for each in run.entries:
+        row = each["extra_info"]
+        row["called"] = f"{row['implementation']} {'of a long name ' * 30}"
+        row["case"] |= {"words": "at length " * 60, "id": f"{row['case']['id']}{'-part' * 60}"}
+        row["time"] |= {"peer_called": "a peer " * 60}
+    lines = screen(run)
+    assert max(map(len, lines)) <= 80 and len(lines) + 3 <= (40 if not failed else 60)
+    assert any(line.startswith("- ") for line in lines) and any("goal" in line for line in lines)
+
+
+def test_the_machine_is_named_as_far_as_it_is_known() -> None:
+    one = Summary([entry("a")], Questions(), Outcomes(), {"cores": 1, "threads": 1, "torch": "2.13.0"})
+    assert one.where() == "a processor without a name, 1 core, 1 thread, torch 2.13.0"
+    unknown = Summary([entry("a")], Questions(), Outcomes(), {"torch": "2.13.0"})
+    assert unknown.where() == "a processor without a name, torch 2.13.0"
 
 
 def test_a_failure_is_whole_however_long() -> None:

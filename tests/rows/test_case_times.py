@@ -46,6 +46,13 @@ def test_a_pair_is_asked_once_and_read_both_ways() -> None:
     assert times.ratios(CaseKey("naps", "naps", "long", 1), "fused", "eager") is None
 
 
+def test_steps_that_take_no_time_have_the_pace_of_1() -> None:
+    """A clock may be too coarse for a step."""
+    times = CaseTimes()
+    assert times.pace(CASE, "fused", [0.0, 0.0], None, []) == 1.0
+    assert times.pace(CASE, "tiled", [0.0] * 6, "fused", [0.0] * 6) == 1.0
+
+
 def test_the_first_pair_is_stated_as_it_was_measured() -> None:
     assert CaseTimes().pace(CASE, "fused", [0.5] * 3, "eager", [1.0] * 3) == pytest.approx(1.0)
     assert CaseTimes().pace(CASE, "fused", [0.5, 0.6, 0.7], None, []) == 1.0

@@ -55,5 +55,13 @@ def test_each_contradiction_is_seen(wrong: str) -> None:
     assert any("[" in line and ": " in line for line in contradictions(entries))
 
 
+def test_an_earlier_row_of_the_same_place_is_held_to_the_figures_as_well() -> None:
+    """As where two tests of a question measure the same case."""
+    wrong, right = pair(), pair()
+    wrong[0]["stats"].update(median=0.45, q1=0.4)
+    assert list(contradictions([*wrong, *right]))
+    assert list(contradictions([*right, *pair()])) == []
+
+
 def test_the_recorded_run_does_not_contradict_itself() -> None:
     assert list(contradictions(entries_of(read_run(RECORD)))) == []

@@ -32,6 +32,7 @@ def disagreements(html: str, run: dict[str, Any]) -> Iterator[str]:
     yield from _tables(html, rows)
     yield from _points(html, rows)
     yield from _bars(html, rows)
+    yield from _pictures(html, entries)
 
 
 def expected(entry: dict[str, Any]) -> dict[str, str]:
@@ -81,7 +82,7 @@ def _plots(html: str, title: str) -> Iterator[str]:
 
 def _items(plot: str) -> Iterator[tuple[str, str, str, str]]:
     """(heading, kind, row's anchor, HTML) of each row of a plot."""
-    for heading, group in re.findall(r"(?:<h4>([^<]*)</h4>\n)?<ul>\n(.*?</ul>)", plot, re.S):
+    for heading, group in re.findall(r"(?:<h3>([^<]*)</h3>\n)?<ul>\n(.*?</ul>)", plot, re.S):
         for kind, item in re.findall(r'<li(?: class="(\w+)")? data-tip="[^"]*">(.*?)(?=\n<li|\n</ul>)', group, re.S):
             if link := re.search(r'href="#([^"]+)"', item):
                 yield unescape(heading), kind, link[1], item
@@ -109,7 +110,7 @@ def _point(heading: str, kind: str, anchor: str, item: str, entry: Any, axis: An
     places += [place for low, high in ends for place in (float(low), 100 - float(high))]
     if kind == "alone":
         values = [stats["median"] * 1e3, *(stats[each] * 1e3 for each in ("q1", "q3") if ends)]
-    elif kind == "raced" and heading.endswith(f"1 is {time['peer']}"):
+    elif kind == "raced" and heading.endswith(f"beside {time['peer']}"):
         values = [time["ratio"], *((time["interval"] or []) if ends else [])]
     else:
         return
@@ -141,3 +142,45 @@ def _bars(html: str, rows: dict[str, Any]) -> Iterator[str]:
                 whole = memory["tensors"] + (memory["workspace"] or 0)
                 if not math.isclose(drawn, whole, rel_tol=PLACES):
                     yield f"{anchor}: a bar of {drawn:,.0f} bytes, {whole:,.0f} in the run"
+
+
+def _pictures(html: str, entries: list[dict[str, Any]]) -> Iterator[str]:
+    """Each finding's picture has the ratios of rows of its question, in the digits of its sentence."""
+    [listed] = re.findall(r'<ul class="findings">(.*?)</ul>', html, re.S)
+    for item in re.findall(r"<li>.*?</table>", listed, re.S):
+        [link] = re.findall(r'<a href="#([^"]+)">', item)
+        [title] = re.findall(rf'<h2 id="{re.escape(link)}">([^<]*)</h2>', html)
+        rows = [entry for entry in entries if entry["group"] == unescape(title) and entry["stats"]]
+        peer, *bars = re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)(?=<tr>|</tbody>)', item, re.S)
+        for name, cells in bars:
+            shown = re.findall(r"</span>([^<]*)</div>", cells)
+            known = [_ratios(row, unescape(peer[0]), rows) for row in rows if _called(row) == unescape(name)]
+            if shown not in [each[: len(shown)] for each in known]:
+                yield f"{link}: {shown} in the picture of {name}, {known} in the run"
+
+
+def _called(entry: dict[str, Any]) -> str:
+    return str(entry["extra_info"].get("called") or entry["extra_info"]["implementation"])
+
+
+def _ratios(entry: dict[str, Any], peer: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Time and memory of a row over those of its peer."""
+    row = entry["extra_info"]
+    theirs = next((each for each in rows if _called(each) == peer and _case(each) == _case(entry)), None)
+    ratio = row["time"].get("ratio")
+    if not ratio:
+        ratio = entry["stats"]["median"] / theirs["stats"]["median"] if theirs else 1.0
+    found = [float(ratio)]
+    if theirs and row["memory"].get("tensors") and theirs["extra_info"]["memory"].get("tensors"):
+        found.append(row["memory"]["tensors"] / theirs["extra_info"]["memory"]["tensors"])
+    return [
+        f"{each:.2f}" if 0.095 <= each < 9.95 else f"{each:.2g}" if each < 100 else f"{each:,.0f}" for each in found
+    ]
+
+
+def _case(entry: dict[str, Any]) -> list[Any]:
+    """A row's case and ranks, without the implementation, which some cases name."""
+    row = entry["extra_info"]
+    named = row["implementation"] in row["case"].values()
+    case = {name: value for name, value in row["case"].items() if value != row["implementation"]}
+    return [row["world_size"], {name: value for name, value in case.items() if not named or name != "id"}]

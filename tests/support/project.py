@@ -55,7 +55,7 @@ def formula(case):
 
 
 register("sleep", "plain", 1.0, memory=formula, time=Race("slow", budget=0.9))
-register("sleep", "slow", 4.0, memory=formula, time=Race("plain", budget=2.0))
+register("sleep", "slow", 4.0, memory=formula, time=Race("plain", budget=2.0), called="a slow nap")
 register("sleep", "greedy", 1.0, memory=lambda case: formula(case) // 2)
 register("sleep", "with_giant", 1.0, memory=formula, time=Race("giant", budget=0.9))
 register("sleep", "giant", 2.0, memory=lambda case: 10**17, requires=(lambda device: None,))

@@ -15,7 +15,7 @@ from typing import Any
 from shardmark.report.changes import changes
 from shardmark.report.findings import findings, undecided, verdict
 from shardmark.report.outcomes import first_line
-from shardmark.report.page.beside import beside, is_predicted
+from shardmark.report.page.errors import is_predicted, prediction_errors
 from shardmark.report.page.figure import Anchors, Bars, Dots, Figure
 from shardmark.report.page.history import HEIGHT, WIDTH, history
 from shardmark.report.page.predicted import COLUMNS, strategies
@@ -25,9 +25,11 @@ from shardmark.report.page.vega import draw
 from shardmark.report.questions import OTHERS
 from shardmark.report.summary import Summary
 from shardmark.report.tables import case, question, together
+from shardmark.report.words import figure as ratio_in_words
 from shardmark.rows.columns import Entry
+from shardmark.rows.comparison import BETTER, WORSE
 from shardmark.rows.reader import entries_of, of_this_version
-from shardmark.text import printable
+from shardmark.text import number_of, printable
 
 FOLDER = Path(__file__).parent
 
@@ -50,7 +52,7 @@ def page(runs: Runs, other: str | None = None) -> str:
         for (before, older), (_, newer) in pairwise([*alike, (name, last)])
     ]
     predictions = [
-        (each, of_this_version(beside, each, *((run, last) if is_predicted(run) else (last, run))))
+        (each, of_this_version(prediction_errors, each, *((run, last) if is_predicted(run) else (last, run))))
         for each, run in named[:-1]
         if (each, run) not in alike
     ]
@@ -114,7 +116,11 @@ def _rendered(template: str, **values: Any) -> str:
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.tests |= {"dots": lambda plot: isinstance(plot, Dots), "bars": lambda plot: isinstance(plot, Bars)}
+    environment.filters["ratio"] = ratio_in_words
     environment.globals |= {
+        "number_of": number_of,
+        "worse": WORSE,
+        "better": BETTER,
         "svg": svg,
         "style": Markup((FOLDER / "page.css").read_text(encoding="utf-8")),
         "script": Markup(script),

@@ -12,11 +12,12 @@ from shardmark.rows.columns import Entry
 from shardmark.rows.row import figure
 from shardmark.text import mib, ms
 
-PARTS = ("forward", "backward", "communication", "optimizer")
+COMMUNICATION = "communication"
+PARTS = ("forward", "backward", COMMUNICATION, "optimizer")
 """Parts of a step that are drawn; a test may time others."""
 
 TENSORS = "tensors"
-_COLOURS = {TENSORS: 1, **{kind: place for place, kind in enumerate(KINDS)}}
+_COLOURS = {TENSORS: len(KINDS), **{kind: place for place, kind in enumerate(KINDS)}}
 _HELD = {"live": "allocated", "reserved": "reserved"}
 """Key in a row's stages, and PyTorch's word for it."""
 ALIKE = 0.001
@@ -120,8 +121,12 @@ def _stage_bar(
 
 def time_by_part(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Bars | None:
     """Each step's time divided into its parts; None if no row has more than one part."""
-    notes = ["Mean of each part over rounds and ranks; communication is what the step waits for.", OWN_SCALE]
+    notes = ["Mean of each part over rounds and ranks.", OWN_SCALE]
     shown = first([each for each in entries if len(set(PARTS) & _parts(each).keys()) > 1], notes)
+    if any(COMMUNICATION in _parts(each) for each in shown):
+        notes.append("Communication is the time that it adds to the step.")
+    if any(each["extra_info"]["world_size"] > 1 and COMMUNICATION not in _parts(each) for each in shown):
+        notes.append("Without a part of its own, communication is in the part that waits for it, mostly backward.")
     groups = [
         (
             heading,
@@ -160,12 +165,15 @@ def _times(
     notes: Sequence[str],
     anchors: Mapping[str, str],
 ) -> Bars:
-    shown = []
-    for heading, rows in groups:
+    shown, notes = [], [*notes]
+    if any(each < 0 for _, rows in groups for *_, seconds in rows for each in seconds.values()):
+        notes.append("A difference of two times can be negative by noise: it is drawn as 0.")
+    for heading, measured in groups:
+        rows = [(*row, {kind: max(0.0, each) for kind, each in row[2].items()}) for row in measured]
         longest = max(sum(seconds.values()) for *_, seconds in rows)
         bars = []
-        for name, entry, seconds in rows:
-            said = " | ".join(f"{kind} {ms(each)} ms" for kind, each in seconds.items() if each)
+        for name, entry, as_measured, seconds in rows:
+            said = " | ".join(f"{kind} {ms(each)} ms" for kind, each in as_measured.items() if each)
             shares = ", ".join(f"{kind} {100 * each / sum(seconds.values()):.0f}%" for kind, each in _largest(seconds))
             parts = [(kinds.index(kind), _percent(each, longest)) for kind, each in seconds.items() if each]
             bars.append(

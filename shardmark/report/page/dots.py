@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from shardmark.report.page.figure import MOST_ROWS, Dot, Dots, by_case, cell, in_unit, shown_as, ticks, tip
 from shardmark.report.plots import number
-from shardmark.report.ranking import Span, Who, peer_of, relative_times, who
+from shardmark.report.ranking import Span, Who, peer_of, ratio_to_peer, relative_times, who
 from shardmark.rows.columns import COLUMNS, Entry
 
 BEYOND = 3.0
@@ -25,7 +25,7 @@ def times(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Dots | None:
     timed = [entry for entry in entries if number(entry, "stats.median")]
     cases = by_case(timed)
     groups = [
-        (f"{heading} · 1 is {peer[1]}".removeprefix(" · "), _raced(same, peer))
+        (f"{heading} · beside {peer[1]}".removeprefix(" · "), _raced(same, peer))
         for heading, named in cases
         for same in [[entry for _, entry in named]]
         if (peer := peer_of(same))
@@ -41,29 +41,29 @@ def times(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Dots | None:
         groups = [(heading, [_timed(name, entry) for name, entry in named]) for heading, named in cases]
         title, axis = "Time", "ms"
         notes = ["Bar: from the first to the third quartile of the rounds."]
-    groups = _first(groups, notes)
+    groups = _first([(heading, sorted(group, key=lambda each: each[3].mid)) for heading, group in groups], notes)
     spans = [span for _, group in groups for *_, span in group]
     if len(spans) < 2:
         return None
     scale = Scale.around(spans)
     if any(span.low < scale.low or span.high > scale.high for span in spans if span.low > 0 and span.high < math.inf):
         notes.append("An interval that reaches the edge goes on beyond it.")
-    shown = [
-        (heading, [_dot(each, scale, anchors) for each in sorted(group, key=lambda each: each[3].mid)])
-        for heading, group in groups
-    ]
+    shown = [(heading, [_dot(each, scale, anchors) for each in group]) for heading, group in groups]
     marks = [(scale.place(each), f"{each:g}") for each in ticks((scale.low, scale.high))]
     return Dots(title, shown, marks, scale.place(1.0) if axis != "ms" else None, axis, notes)
 
 
 def _first(groups: list[tuple[str, list[Placed]]], notes: list[str]) -> list[tuple[str, list[Placed]]]:
-    """As many cases as a plot has room for, and at least one."""
+    """As many cases as a plot has room for, and at least one; of a case with many rows, the first ones."""
     shown: list[tuple[str, list[Placed]]] = []
+    most = 2 * MOST_ROWS
     for each in groups:
         if shown and sum(len(group) for _, group in (*shown, each)) > 1.5 * MOST_ROWS:
             notes.append(f"The first {len(shown)} of {len(groups)} cases; the table has all.")
             break
-        shown.append((each[0], each[1][: 2 * MOST_ROWS]))
+        shown.append((each[0], each[1][:most]))
+        if len(each[1]) > most:
+            notes.append(f"{each[0]}: the {most} fastest of {len(each[1])} rows; the table has all.".removeprefix(": "))
     return shown
 
 
@@ -71,14 +71,13 @@ def _raced(same: Sequence[Entry], peer: Who) -> list[Placed]:
     """The rows of a case as ratios to the common peer; a row's own ratio where it was timed in turns with that peer."""
     found: list[Placed] = []
     chained = relative_times(same, peer)
-    raced = {who(entry) for entry in same if number(entry, "time.ratio") is not None}
+    raced = {who(entry) for entry in same if number(entry, "time.ratio")}
     for entry in same:
         time, span = entry["extra_info"]["time"], chained.get(who(entry))
         if who(entry) == peer:
             found.append((entry, peer[1], "peer", Span(1.0, 1.0, 1.0)))
-        elif time.get("ratio") is not None and time["peer"] == peer[1]:
-            low, high = time["interval"] or (0.0, math.inf)
-            found.append((entry, who(entry)[1], "raced", Span(low, time["ratio"], high)))
+        elif time.get("ratio") and time["peer"] == peer[1]:
+            found.append((entry, who(entry)[1], "raced", ratio_to_peer(entry)))
         elif span is not None:
             found.append((entry, who(entry)[1], "raced" if who(entry) in raced else "apart", span))
     if all(kind != "peer" for _, _, kind, _ in found):

@@ -18,7 +18,7 @@ Cell = str | float | None
 
 
 MOST_LINES = 12
-"""Most lines of a plot: nobody tells more apart."""
+"""Most lines of a plot: more cannot be distinguished."""
 MOST_PLOTS = 6
 """Most plots of a question whose rows have a plot each."""
 
@@ -147,7 +147,7 @@ def by_case(entries: Sequence[Entry]) -> list[tuple[str, list[tuple[str, Entry]]
     """(heading, [(name, entry), ...]) of each case and world size, in their order.
 
     A heading has what not all cases share; a case's id is read without its implementation's name, which some ids
-    contain. If each case has one row, all are in one group, and the names tell the cases.
+    contain. If each case has one row, all are in one group, and the names have the cases.
     """
     found: dict[tuple[tuple[str, ...], int], list[Entry]] = {}
     for entry in entries:

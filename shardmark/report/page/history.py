@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from shardmark.report.changes import OPEN, Changes
 from shardmark.report.page.figure import cell
@@ -75,7 +76,13 @@ def history(runs: Sequence[tuple[str, Entry]], steps: Sequence[Changes]) -> list
             pasts.append(
                 Past(
                     f"{row['implementation']} · {row['case']['id']}",
-                    _trace(names, [_ratio(each) for each in rows], _said(rows, "ratio to peer", ""), marked["time"]),
+                    _trace(
+                        names,
+                        [_ratio(each) for each in rows],
+                        _said(rows, "ratio to peer", ""),
+                        marked["time"],
+                        [_peer(each) for each in rows],
+                    ),
                     _memory(names, rows, marked["memory"]),
                     [f"{names[place]}: {kind} {said}" for place, kind, _, said in mine],
                 )
@@ -90,6 +97,10 @@ def _memory(names: Sequence[str], rows: Sequence[Entry | None], changes: dict[in
         return None
     spans = [None if each is None else (each, each, each) for each in known]
     return _trace(names, spans, _said(rows, "tensors MiB", " MiB"), changes)
+
+
+def _peer(entry: Entry | None) -> str:
+    return "" if entry is None else str(figure(entry, "time.peer") or "")
 
 
 def _ratio(entry: Entry | None) -> tuple[float, float, float] | None:
@@ -111,8 +122,12 @@ def _trace(
     spans: Sequence[tuple[float, float, float] | None],
     texts: Sequence[str],
     changes: dict[int, str],
+    peers: Sequence[str] = (),
 ) -> Trace | None:
-    """A figure's small plot, on a logarithmic axis of its own; None for fewer than two points."""
+    """A figure's small plot, on a logarithmic axis of its own; None for fewer than two points.
+
+    Ratios to two peers do not compare: the line breaks where the peer changes.
+    """
     known = [(place, span) for place, span in enumerate(spans) if span is not None and span[0] > 0]
     if len(known) < 2:
         return None
@@ -128,15 +143,15 @@ def _trace(
         share = math.log(min(max(value, low), high) / low) / math.log(high / low)
         return round(HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * share, 1)
 
-    upper = [f"{x(place)},{y(span[2])}" for place, span in known]
-    lower = [f"{x(place)},{y(span[0])}" for place, span in reversed(known)]
     marks = [
         Mark(x(place), y(span[1]), changes.get(place, ""), f"{names[place]} | {texts[place]}") for place, span in known
     ]
-    return Trace(
-        f"M{'L'.join([*upper, *lower])}Z",
-        f"M{'L'.join(f'{mark.x},{mark.y}' for mark in marks)}",
-        marks,
-        y(1.0) if low < 1 < high else None,
-        f"{texts[known[0][0]]} → {texts[known[-1][0]]}",
-    )
+    band, line = "", ""
+    for _, group in groupby(known, key=lambda each: peers[each[0]] if peers else ""):
+        same = list(group)
+        upper = [f"{x(place)},{y(span[2])}" for place, span in same]
+        lower = [f"{x(place)},{y(span[0])}" for place, span in reversed(same)]
+        band += f"M{'L'.join([*upper, *lower])}Z"
+        line += f"M{'L'.join(f'{x(place)},{y(span[1])}' for place, span in same)}"
+    said = f"{texts[known[0][0]]} → {texts[known[-1][0]]}"
+    return Trace(band, line, marks, y(1.0) if low < 1 < high else None, said)

@@ -104,7 +104,7 @@ for (const input of document.querySelectorAll("input[data-filters]")) {
 /* Figures of a mark, under the pointer or the focus. In a plot the arrow keys go from mark to mark. */
 const tip = document.getElementById("tip");
 
-function tell(mark) {
+function showTip(mark) {
   tip.hidden = !mark;
   if (!mark) return;
   tip.textContent = mark.dataset.tip.replaceAll(" | ", "\n");
@@ -116,14 +116,14 @@ function tell(mark) {
   tip.style.left = `${beside ? box.right + 8 : Math.max(8, Math.min(box.left, innerWidth - width - 8))}px`;
 }
 
-document.addEventListener("mouseover", (event) => tell(event.target.closest("[data-tip]")));
-document.addEventListener("focusin", (event) => tell(event.target.closest("[data-tip]")));
+document.addEventListener("mouseover", (event) => showTip(event.target.closest("[data-tip]")));
+document.addEventListener("focusin", (event) => showTip(event.target.closest("[data-tip]")));
 document.addEventListener("focusout", () => {
-  tell(null);
+  showTip(null);
   for (const each of document.querySelectorAll(".chosen")) each.classList.remove("chosen");
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") tell(null);
+  if (event.key === "Escape") showTip(null);
   const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
   const marks = [...(event.target.matches(".scroll") ? event.target.querySelectorAll("svg [data-tip]") : [])];
   if (!step || !marks.length) return;
@@ -133,7 +133,7 @@ document.addEventListener("keydown", (event) => {
   if (before >= 0) marks[before].classList.remove("chosen");
   next.classList.add("chosen");
   next.scrollIntoView({ block: "nearest", inline: "nearest" });
-  tell(next);
+  showTip(next);
   announced.textContent = next.dataset.tip.replaceAll(" | ", ", ");
 });
 
@@ -156,6 +156,14 @@ for (const button of document.querySelectorAll("button.download")) {
 
 for (const tool of document.querySelectorAll(".script")) tool.hidden = false;
 if (matchMedia("(max-width: 70rem)").matches) document.querySelector(".contents details")?.removeAttribute("open");
+/* A link within the page keeps the filters and sorts of the address. */
+document.addEventListener("click", (event) => {
+  const link = event.target.closest('a[href^="#"]');
+  const kept = state()[1].toString();
+  if (!link || !kept || event.button || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
+  event.preventDefault();
+  location.hash = `${link.getAttribute("href")}&${kept}`;
+});
 addEventListener("hashchange", restore);
 addEventListener("beforeprint", () => {
   for (const each of document.querySelectorAll("details")) each.open = true;

@@ -54,8 +54,8 @@ def points(plot: Points, entries: Sequence[Entry]) -> Drawn:
     rows: list[list[Cell]] = [
         [each["name"], each["metric"], each["value"], UNITS[plot.units[each["metric"]]][1], each["of"]] for each in data
     ]
-    sources = dict.fromkeys(each.source for each in plot.published)
-    notes.append(f"Hollow: published by {', '.join(sources)}, on hardware and in sizes of their own.")
+    if sources := dict.fromkeys(each.source for each in plot.published):
+        notes.append(f"Hollow: published by {', '.join(sources)}, on hardware and in sizes of their own.")
     return Figure(plot.title, panels, columns, rows, notes, shown, stacked=True)
 
 

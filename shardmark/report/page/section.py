@@ -11,8 +11,9 @@ from shardmark.report.page.dots import times
 from shardmark.report.page.figure import Absent, Anchors, Drawn
 from shardmark.report.page.lines import lines
 from shardmark.report.page.predicted import streams
+from shardmark.report.page.published import points
 from shardmark.report.page.timelines import by_kind
-from shardmark.report.plots import AUTOMATIC, Automatic, Lines, restored
+from shardmark.report.plots import AUTOMATIC, Automatic, Lines, Points, restored
 from shardmark.report.questions import KNOWN, OTHERS, column_named
 from shardmark.report.tables import with_ranks
 from shardmark.rows.columns import DEFAULT, Entry
@@ -94,6 +95,8 @@ def _drawn(
     for plot in (*declared, *(Automatic(name) for name in AUTOMATIC if name not in named)):
         if isinstance(plot, Lines):
             yield lines(plot, entries)
+        elif isinstance(plot, Points):  # with published figures they are on a page of their own
+            yield from () if plot.published else (points(plot, entries),)
         elif isinstance(plot, Automatic) and plot.name == "stages":
             yield from after_stages(entries, rows)
         elif isinstance(plot, Automatic) and (made := makers[plot.name]()) is not None:

@@ -1,4 +1,4 @@
-"""Predicted times beside measured ones of the same tests."""
+"""Predicted times beside measured ones of the same tests, and the errors of the predictions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def is_predicted(run: Entry) -> bool:
     return any(entry["extra_info"].get("simulated") for entry in entries_of(run))
 
 
-def beside(predicted: Entry, measured: Entry) -> Figure | None:
+def prediction_errors(predicted: Entry, measured: Entry) -> Figure | None:
     """Predicted times with intervals beside measured ones of the same tests; None if no test is in both runs."""
-    means = {entry["fullname"]: entry["stats"]["median"] for entry in measured["benchmarks"]}
+    medians = {entry["fullname"]: entry["stats"]["median"] for entry in measured["benchmarks"]}
     found = [
-        entry for entry in predicted["benchmarks"] if entry["fullname"] in means and figure(entry, "time.predicted")
+        entry for entry in predicted["benchmarks"] if entry["fullname"] in medians and figure(entry, "time.predicted")
     ]
     if not found:
         return None
@@ -31,15 +31,15 @@ def beside(predicted: Entry, measured: Entry) -> Figure | None:
     names = [entry["fullname"].partition("::")[2] or entry["fullname"] for entry in found]
     rows: list[list[Cell]] = []
     for name, entry in zip(names, found, strict=True):
-        mean, own = entry["stats"]["median"], means[entry["fullname"]]
-        seconds = (in_unit(each, "s") for each in (mean, *(predicted_interval(entry) or (mean, mean)), own))
-        rows.append([name, *seconds, f"{100 * (mean / own - 1):+.1f}%"])
+        step, own = entry["stats"]["median"], medians[entry["fullname"]]
+        seconds = (in_unit(each, "s") for each in (step, *(predicted_interval(entry) or (step, step)), own))
+        rows.append([name, *seconds, f"{100 * (step / own - 1):+.1f}%" if own else ""])
     columns = ["test", "predicted ms", "from", "to", "measured ms", "error"]
     shown = list(first([dict(zip(columns, row, strict=True)) for row in rows], notes))
-    return Figure("Predicted beside measured", [("", _beside_chart(shown))], columns, rows, notes, names)
+    return Figure("Predicted beside measured", [("", _drawn(shown))], columns, rows, notes, names)
 
 
-def _beside_chart(shown: Sequence[Entry]) -> Chart:
+def _drawn(shown: Sequence[Entry]) -> Chart:
     shorts = stand_ins([each["test"] for each in shown])
     kinds = ["predicted", "measured"]
     data = [
