@@ -47,7 +47,7 @@ def test_the_model_takes_any_attention(implementation: Implementation, device: s
     size = SIZES["tiny"]
     tokens = torch.randint(size.vocab, (2, 40), device=device)
     reference = Transformer(size, context_length=40, attention=eager_attention).to(device)
-    model = Transformer(size, context_length=40, attention=implementation.adapted).to(device)
+    model = Transformer(size, context_length=40, attention=implementation.watched).to(device)
     model.load_state_dict(reference.state_dict())
     torch.testing.assert_close(model(tokens), reference(tokens), rtol=1e-12, atol=1e-12)
 
@@ -56,7 +56,7 @@ def test_the_model_takes_any_attention(implementation: Implementation, device: s
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_model_trains_under_autocast(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
-    model = Transformer(SIZES["tiny"], context_length=16, attention=implementation.adapted).to(device)
+    model = Transformer(SIZES["tiny"], context_length=16, attention=implementation.watched).to(device)
     tokens = torch.randint(SIZES["tiny"].vocab, (2, 16), device=device)
     with torch.autocast(device, dtype=dtype):
         logits = model(tokens)

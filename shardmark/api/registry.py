@@ -12,19 +12,16 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from shardmark.api.finding import RegistryError, find, first_line
+from shardmark.api.place import user_line
+from shardmark.api.refusals import Refusable, watched
+from shardmark.api.refusals import Unsupported as Unsupported
 from shardmark.api.requirements import Requirement
-
-
-class Unsupported(ValueError):
-    """Raised by an implementation, in one line, for inputs that its contract allows and it does not take.
-
-    The test is skipped with that line.
-    """
 
 
 @dataclass(frozen=True)
@@ -84,6 +81,18 @@ class Implementation:
     def adapted(self) -> Any:
         """The target in the form that its family's tests call."""
         return FAMILIES[self.family].adapt(self.target)
+
+    @property
+    def watched(self) -> Any:
+        """`adapted`, which notes for the verdict what it takes and refuses (`shardmark.api.refusals`)."""
+        owner = FAMILIES[self.family]
+        if not owner.may_refuse:
+            return self.adapted
+        if callable(self.adapted):
+            return watched(self.adapted, owner.contract, owner.may_refuse)
+        names = [name for name, value in vars(owner.contract).items() if inspect.isfunction(value) and name[0] != "_"]
+        methods = {name: watched(getattr(self.adapted, name), owner.contract, owner.may_refuse) for name in names}
+        return SimpleNamespace(**methods)
 
     def unavailable_reason(self, device: str, to_measure: bool = False) -> str | None:
         """Why the implementation does not run, or is not measured, on `device`; None where it does."""
@@ -153,6 +162,8 @@ class Family:
     facts: Any = None
     """The `facts` of a user's own target, and of each implementation that is registered without any."""
     adapt: Callable[[Any], Any] = lambda target: target
+    may_refuse: tuple[Refusable, ...] = ()
+    """Inputs that an implementation may refuse as `Unsupported`; one that refuses any other is wrong."""
     workload: type[Any] | None = None
     """The `shardmark.api.Workload` that trains a user's own model (`--model`, what fits); None where the family trains
     none."""
@@ -268,7 +279,10 @@ def check_contract(implementation: Implementation, device: str) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's code raises, the contract is not met
-        line = first_line(error) if isinstance(error, RegistryError) else f"{type(error).__name__}: {first_line(error)}"
+        line = first_line(error)
+        if not isinstance(error, RegistryError):
+            at = user_line(error)
+            line = f"{type(error).__name__}: {line}" + (f", raised at {at}" if at else "")
         raise RegistryError(
             f"{implementation.family}={implementation.spec} does not meet the {implementation.family} contract: {line}"
         ) from error

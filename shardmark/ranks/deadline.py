@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,6 +16,8 @@ MEASURED = 30.0
 """A measured case gets this many deadlines: by default half an hour, as cases at paper scale are long."""
 AFTER_THE_FIRST = 3.0
 """Seconds for each further test of an implementation that has hung: it has failed already."""
+MOST_HANGS = 3
+"""An implementation that has hung so often is asked nothing more."""
 OVERDUE = 1e-3
 """Seconds to an alarm that is overdue: zero would disarm it."""
 
@@ -29,16 +32,20 @@ class Deadlines:
     def __init__(self, first: float, measured: float) -> None:
         self.first = first
         self.measured = measured
-        self._hung: set[str] = set()
+        self._hangs: Counter[str] = Counter()
 
     def of(self, name: str) -> float:
         return min(self.first, AFTER_THE_FIRST) if self.has_hung(name) else self.first
 
     def has_hung(self, name: str) -> bool:
-        return name in self._hung
+        return self.hangs(name) > 0
+
+    def hangs(self, name: str) -> int:
+        """How many of its tests have hung."""
+        return self._hangs[name]
 
     def note_hang(self, name: str) -> None:
-        self._hung.add(name)
+        self._hangs[name] += 1
 
 
 @contextmanager
