@@ -99,6 +99,7 @@ FAMILY = add_family(
         check=_check,
         memory=buffered_peak,
         adapt=_adapted,
+        methods=tuple(METHODS),
         may_refuse=(
             Refusable(
                 "devices other than cpu",

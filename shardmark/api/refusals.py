@@ -146,6 +146,7 @@ def watched(call: Callable[..., Any], contract: type, may_refuse: tuple[Refusabl
             notes.taken |= features
         return result
 
+    watch.__wrapped__ = call  # type: ignore[attr-defined]
     return watch
 
 

@@ -88,11 +88,10 @@ class Implementation:
         owner = FAMILIES[self.family]
         if not owner.may_refuse:
             return self.adapted
-        if callable(self.adapted):
+        if not owner.methods:
             return watched(self.adapted, owner.contract, owner.may_refuse)
-        names = [name for name, value in vars(owner.contract).items() if inspect.isfunction(value) and name[0] != "_"]
-        methods = {name: watched(getattr(self.adapted, name), owner.contract, owner.may_refuse) for name in names}
-        return SimpleNamespace(**methods)
+        calls = {name: getattr(self.adapted, name) for name in owner.methods}
+        return SimpleNamespace(**{name: watched(c, owner.contract, owner.may_refuse) for name, c in calls.items()})
 
     def unavailable_reason(self, device: str, to_measure: bool = False) -> str | None:
         """Why the implementation does not run, or is not measured, on `device`; None where it does."""
@@ -164,6 +163,8 @@ class Family:
     adapt: Callable[[Any], Any] = lambda target: target
     may_refuse: tuple[Refusable, ...] = ()
     """Inputs that an implementation may refuse as `Unsupported`; one that refuses any other is wrong."""
+    methods: tuple[str, ...] = ()
+    """Names of the methods that are called; empty where the target itself is called."""
     workload: type[Any] | None = None
     """The `shardmark.api.Workload` that trains a user's own model (`--model`, what fits); None where the family trains
     none."""

@@ -175,18 +175,19 @@ class Judge:
             terminalreporter.write_line(f"--seed {self.session.seed} draws the same inputs again")
 
     def _lines(self, label: str, verdict: Verdict, verbose: bool) -> list[str]:
-        """Causes of failures, what was not asked or not run, and remarks."""
-        lines = [f"not asked: {part}" for part in verdict.unasked()]
-        lines += verdict.not_run()
-        lines += [f"note: {remark}" for remark in verdict.remarks]
+        """Causes of failures, what was not asked or not run, and remarks; those of a wrong target only with -v."""
+        lines = [] if verdict.outcome == WRONG and not verbose else [f"note: {remark}" for remark in verdict.remarks]
+        lines = [*(f"not asked: {part}" for part in verdict.unasked()), *verdict.not_run(), *lines]
         causes = lines_of_causes(self.targets[label], verdict, None if verbose else CAUSES)
-        return [each for line in [*causes, *lines] for each in _wrapped(f"  {line}")]
+        return [each for line in [*causes, *lines] for each in _fitted(f"  {line}")]
 
 
-def _wrapped(line: str) -> list[str]:
-    """At most WIDTH characters a line; the snippet's lines are whole."""
-    indent = len(line) - len(line.lstrip()) + 2
-    return [line] if indent > 6 else textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent) or [""]
+def _fitted(line: str) -> list[str]:
+    """At most WIDTH characters a line; code is whole."""
+    indent = len(line) - len(line.lstrip())
+    if indent > 4 or len(line) <= WIDTH:
+        return [line]
+    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * (indent + 2), break_long_words=False)
 
 
 def not_refusable(implementation: Implementation, error: Unsupported) -> BaseException:

@@ -30,7 +30,7 @@ class Cause:
 
     @property
     def reason(self) -> str:
-        return first_line(self.smallest.reason)
+        return first_line(self.smallest.reason).removeprefix("AssertionError: ")
 
     @property
     def smallest(self) -> Check:
@@ -82,24 +82,26 @@ def _refusable(verdict: Verdict, failures: list[Check]) -> Cause | None:
 
 
 def lines(implementation: Implementation, verdict: Verdict, most: int | None) -> list[str]:
-    """The reasons, each first on a line of its own; the first with the user's line and a call to paste. All causes,
+    """The reasons, each first on a line of its own, with the user's line; the first with a call to paste. All causes,
     or `most` of them."""
     found = causes(verdict)
+    failed = f"of {len(verdict.failures)} failed checks"
     printed: list[str] = []
     for i, cause in enumerate(found[:most]):
-        count = f"{len(cause.checks)} of {len(verdict.failures)} failed checks"
         printed.append(cause.reason)
-        printed.append(f"  {_place(implementation, cause.smallest)}")
+        count = f"{len(cause.checks)} {failed}"
         if cause.refusable:
-            advice = f"none passes in {cause.kind} {cause.refusable}. Raise shardmark.api.Unsupported for {cause.kind}"
-            printed.append(f"  {count}: {advice} that you do not take.")
-        else:
-            printed.append(f"  {count}; such as {cause.smallest.name}")
+            count += f": none passes in {cause.kind} {cause.refusable}"
+            count += f". Raise shardmark.api.Unsupported for {cause.kind} that you do not take"
+        elif i == 0 or most is None:
+            count += f", such as {cause.smallest.name}"
+        printed.append(f"  {_place(implementation, cause.smallest)}")
+        printed.append(f"  {count}")
         if i == 0:
             printed += [f"  {line}" for line in _again(implementation, cause.smallest)]
-    if most is not None and len(found) > most:
-        rest = sum(len(cause.checks) for cause in found[most:])
-        printed.append(f"{rest} more fail for {len(found) - most} more reasons: -v shows them")
+    if most is not None and (others := found[most:]):
+        rest = sum(len(cause.checks) for cause in others)
+        printed.append(f"{rest} {failed} have {len(others)} other reason{'s' * (len(others) > 1)}: -v shows all")
     return printed
 
 
@@ -115,9 +117,9 @@ def _again(implementation: Implementation, check: Check) -> list[str]:
     """A snippet that makes the call beside the reference's, or the command that runs the check alone."""
     call = check.notes.call
     if call is not None and any(isinstance(value, tuple) for _, value in call.arguments):
-        return ["", "its smallest call, to paste:", "", *(f"    {line}" for line in snippet(implementation, call))]
+        return ["its call, to paste:", *(f"    {line}" for line in snippet(implementation, call))]
     target = f"{implementation.family}={implementation.spec}"
-    return [f"again: pytest '{check.test}' --impl '{target}'"]
+    return ["to run it alone:", f"    pytest '{check.test}' --impl '{target}'"]
 
 
 def snippet(implementation: Implementation, call: Call) -> list[str]:
@@ -129,21 +131,19 @@ def snippet(implementation: Implementation, call: Call) -> list[str]:
     source, _, attribute = implementation.spec.rpartition(":")
     lines = ["import torch"]
     if source.endswith(".py"):
-        lines = ["import sys, torch", f"sys.path.insert(0, {str(Path(source).parent)!r})"]
+        lines = [f"import sys, torch; sys.path.insert(0, {str(Path(source).parent)!r})"]
     lines.append(f"from {Path(source).stem if source.endswith('.py') else source} import {attribute} as mine")
     lines.append(f"from {reference.__module__} import {reference.__qualname__} as reference")
     by_kind: dict[tuple[object, str], list[str]] = defaultdict(list)
     for name, shape, dtype in tensors:
         by_kind[shape, dtype].append(name)
     for (shape, dtype), names in by_kind.items():
-        made = f"torch.randint(2, {shape})" if "int" in dtype else f"torch.randn({shape}, dtype=torch.{dtype})"
+        typed = "" if dtype == "float32" else f", dtype=torch.{dtype}"
+        made = f"torch.randint(2, {shape})" if "int" in dtype else f"torch.randn({shape}{typed})"
         several = f"({made} for _ in range({len(names)}))" if len(names) > 1 else made
         lines.append(f"{', '.join(names)} = {several}")
     given = ", ".join([*(name for name, *_ in tensors), *(f"{name}={value}" for name, value in others)])
-    own = given
+    own = f"mine({given})"
     if isinstance(implementation.target, type) and issubclass(implementation.target, torch.autograd.Function):
-        own = ", ".join([*(name for name, *_ in tensors), *(str(value) for _, value in others)])
-        lines.append(f"print(mine.apply({own}))")
-    else:
-        lines.append(f"print(mine({own}))")
-    return [*lines, f"print(reference({given}))"]
+        own = f"mine.apply({', '.join([*(name for name, *_ in tensors), *(str(value) for _, value in others)])})"
+    return [*lines, f"print({own})", f"print(reference({given}))"]
