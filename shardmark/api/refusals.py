@@ -38,9 +38,6 @@ class Feature:
     kind: str
     value: str
 
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.value}" if self.value != self.kind else self.kind
-
 
 @dataclass(frozen=True)
 class Refusable:

@@ -22,6 +22,7 @@ from shardmark.api.place import user_line, user_line_in_text
 from shardmark.api.refusals import Unsupported, ledger
 from shardmark.api.registry import FAMILIES, Implementation
 from shardmark.plugin.session import Session, implementation_of, measures
+from shardmark.plugin.terminal import REPORTED
 from shardmark.ranks.deadline import MOST_HANGS, Hung, within
 from shardmark.ranks.world import RankError
 from shardmark.report.causes import lines as lines_of_causes
@@ -160,7 +161,8 @@ class Judge:
         failed = [each for key in ("failed", "error") for each in terminalreporter.stats.get(key, [])]
         if judged and not verbose and all(TARGET in dict(getattr(r, "user_properties", ())) for r in failed):
             config.option.tbstyle = "no" if config.option.tbstyle == "auto" else config.option.tbstyle
-            terminalreporter.reportchars = "" if terminalreporter.reportchars == "fE" else terminalreporter.reportchars
+            if config.option.reportchars == REPORTED:
+                terminalreporter.reportchars = ""
         yield
         if judged or self.session.refused:
             terminalreporter.section("Does it do what its contract says?", sep="-")
@@ -177,7 +179,8 @@ class Judge:
     def _lines(self, label: str, verdict: Verdict, verbose: bool) -> list[str]:
         """Causes of failures, what was not asked or not run, and remarks; those of a wrong target only with -v."""
         lines = [] if verdict.outcome == WRONG and not verbose else [f"note: {remark}" for remark in verdict.remarks]
-        lines = [*(f"not asked: {part}" for part in verdict.unasked()), *verdict.not_run(), *lines]
+        unasked = verdict.unasked() if verdict.outcome == NOT_JUDGED else verdict.left_out
+        lines = [*(f"not asked: {part}" for part in unasked), *verdict.not_run(), *lines]
         causes = lines_of_causes(self.targets[label], verdict, None if verbose else CAUSES)
         return [each for line in [*causes, *lines] for each in _fitted(f"  {line}")]
 

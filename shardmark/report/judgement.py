@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -110,15 +110,14 @@ class Verdict:
             return check
         for features, words in check.notes.refused:
             if taken.issuperset(features):
-                also = ", ".join(sorted(map(str, features)))
-                why = f"raised Unsupported for {words}: not for a whole kind, as it takes {also} in other calls"
+                why = f"raised Unsupported for {words}, and takes {in_words(features) or 'others'} elsewhere"
                 return Check(check.test, check.place, FAILED, f"{why}. {self.what_may_be()}", check.notes)
         return check
 
     def what_may_be(self) -> str:
         """The kinds that may be refused, in words."""
         kinds = "; ".join(each.kind for each in self.may_refuse)
-        return f"What may be refused, each as a whole: {kinds or 'nothing'}."
+        return f"The contract lets it refuse, each as a whole: {kinds or 'nothing'}"
 
     @property
     def failures(self) -> list[Check]:
@@ -157,35 +156,45 @@ class Verdict:
         parts += [f"{count} checks: {why}" for why, count in whole.items()]
         some = Counter(why for check in self.judged if check.outcome == PASSED for why in check.notes.unasked)
         parts += [f"a part of {count} checks: {why}" for why, count in some.items()]
-        return [*parts, *self._claims_in_refused_values_alone()]
+        if claims := self._claims_in_refused_values_alone():
+            shown = ", ".join(claims[:3]) + (f" and {len(claims) - 3} more" if len(claims) > 3 else "")
+            parts.append(f"{len(claims)} claims that are asked in refused values alone: {shown}")
+        return parts
 
-    def _claims_in_refused_values_alone(self) -> Iterator[str]:
-        """Claims that only checks in refused dtypes ask, where another dtype would do."""
+    def _claims_in_refused_values_alone(self) -> list[str]:
+        """Claims of which every check is in refused dtypes or the like, while other values would do."""
         elsewhere = {each.kind for each in self.may_refuse if each.elsewhere}
-        by_claim: dict[str, list[Check]] = defaultdict(list)
-        for check in self.judged:
-            by_claim[check.claim].append(check)
-        alone: dict[str, list[str]] = defaultdict(list)
-        for claim, checks in by_claim.items():
-            refusing = [check for check in checks if check.outcome == SKIPPED and check.notes.refused]
-            if refusing and not any(check.outcome == PASSED for check in checks):
-                kinds = {feature for check in refusing for features, _ in check.notes.refused for feature in features}
-                if all(feature.kind in elsewhere for feature in kinds - self._taken()):
-                    alone[", ".join(sorted(map(str, kinds - self._taken())))].append(claim.rpartition("::")[2])
-        for refused, claims in alone.items():
-            yield f"{len(claims)} claims, which are asked in what it refuses alone ({refused}): {', '.join(claims)}"
+        passed = {check.claim for check in self.judged if check.outcome == PASSED}
+        refusing = {
+            check.claim: all(feature.kind in elsewhere for feature in self._refused(check))
+            for check in reversed(self.judged)
+            if check.outcome == SKIPPED and self._refused(check) and check.claim not in passed
+        }
+        return [claim.rpartition("::")[2] for claim, another in reversed(refusing.items()) if another]
 
-    def _taken(self) -> set[Feature]:
-        return {feature for check in self.checks.values() for feature in check.notes.taken}
+    def _refused(self, check: Check) -> set[Feature]:
+        """The refused values for which the check was not run."""
+        refused = {feature for features, _ in check.notes.refused for feature in features}
+        return refused - {feature for each in self.checks.values() for feature in each.notes.taken}
 
     def not_run(self) -> list[str]:
         """Checks that the contract does not ask of this target: how many, and why."""
-        reasons: Counter[str] = Counter()
-        for check in self.judged:
-            if check.outcome == SKIPPED and not check.notes.unasked:
-                refused = {f for features, _ in check.notes.refused for f in features} - self._taken()
-                reasons[f"it refuses {', '.join(sorted(map(str, refused)))}" if refused else check.reason] += 1
-        return [f"not run: {count} because {why}" for why, count in reasons.most_common()]
+        skipped = [check for check in self.judged if check.outcome == SKIPPED and not check.notes.unasked]
+        refusing = [check for check in skipped if self._refused(check)]
+        refused = in_words({feature for check in refusing for feature in self._refused(check)})
+        reasons = Counter(check.reason for check in skipped if not self._refused(check))
+        lines = [f"{count} because {why}" for why, count in reasons.most_common()]
+        return [
+            f"not run: {line}" for line in [f"{len(refusing)} because it refuses {refused}"] * bool(refusing) + lines
+        ]
+
+
+def in_words(features: Iterable[Feature]) -> str:
+    """As in "dtypes float16, float64; fewer heads in k and v than in q"."""
+    values: dict[str, list[str]] = defaultdict(list)
+    for feature in sorted(features):
+        values[feature.kind].append(feature.value)
+    return "; ".join(kind if found == [kind] else f"{kind} {', '.join(found)}" for kind, found in values.items())
 
 
 def from_report(test: str, outcome: str, reason: str, properties: dict[str, Any], place: str, notes: str) -> Check:
