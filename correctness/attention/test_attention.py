@@ -82,10 +82,8 @@ def _assert_weights(when: str, found: Tensor, wanted: Tensor, queries: Tensor | 
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         query, key = (x if at is None else int(at[x]) for x, at in ((row, queries), (column, keys)))
-        weight = found[row, column].item()
-        pytest.fail(
-            f"{when}: query {query} gives key {key} the weight {weight:.3g}, expected {wanted[row, column]:.3g}"
-        )
+        weight, expected = found[row, column].item(), wanted[row, column].item()
+        pytest.fail(f"{when}: query {query} gives key {key} the weight {weight:.3g}, expected {expected:.3g}")
 
 
 @pytest.mark.large

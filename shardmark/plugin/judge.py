@@ -21,6 +21,7 @@ import pytest
 from shardmark.api.place import user_line, user_line_in_text
 from shardmark.api.refusals import Unsupported, ledger
 from shardmark.api.registry import FAMILIES, Implementation
+from shardmark.plugin.collection import asked
 from shardmark.plugin.session import Session, implementation_of, measures
 from shardmark.plugin.terminal import REPORTED
 from shardmark.ranks.deadline import MOST_HANGS, Hung, within
@@ -52,7 +53,8 @@ class Judge:
     @pytest.hookimpl(tryfirst=True)
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         """Count the checks that the user's options leave out; those of the sweep are asked in the sweep alone."""
-        self.deselected.update(label for item in items if (label := self._judges(item)) and not _in_sweep(item))
+        own = [item for item in items if item.get_closest_marker("sweep") is None and asked(self.session, item)]
+        self.deselected.update(filter(None, map(self._judges, own)))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.places = {item.nodeid: place for place, item in enumerate(session.items)}
@@ -81,10 +83,16 @@ class Judge:
         else:
             self.session.worlds.deadline = deadlines.of(label)
             item.user_properties += [(TARGET, label), (PLACE, self.places[item.nodeid])]
-            if deadlines.hangs(label) >= MOST_HANGS:
-                why = f"it hung {MOST_HANGS} times before"
+            if why := self._why_left(label, item):
                 item.user_properties.append((NOTES, Notes(unasked=(why,)).saved()))
                 item.add_marker(pytest.mark.skip(reason=why))
+
+    def _why_left(self, label: str, item: pytest.Item) -> str | None:
+        """Why the check is not run: its target has hung in another check of the claim, or in several claims."""
+        hung = self.session.deadlines.hung_in(label)
+        if len(hung) >= MOST_HANGS:
+            return f"it has hung in {MOST_HANGS} claims"
+        return "it has hung in another check of the claim" if _claim(item) in hung else None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
@@ -106,7 +114,7 @@ class Judge:
             except BaseException as error:
                 hung = isinstance(error, Hung) or (isinstance(error, RankError) and error.hung)
                 if hung:
-                    deadlines.note_hang(label)
+                    deadlines.note_hang(label, _claim(pyfuncitem))
                 where = user_line_in_text(str(error)) if isinstance(error, RankError) else user_line(error)
                 raise
             finally:
@@ -160,6 +168,7 @@ class Judge:
         verbose = config.option.verbose > 0
         failed = [each for key in ("failed", "error") for each in terminalreporter.stats.get(key, [])]
         if judged and not verbose and all(TARGET in dict(getattr(r, "user_properties", ())) for r in failed):
+            terminalreporter.ensure_newline()
             config.option.tbstyle = "no" if config.option.tbstyle == "auto" else config.option.tbstyle
             if config.option.reportchars == REPORTED:
                 terminalreporter.reportchars = ""
@@ -179,8 +188,11 @@ class Judge:
     def _lines(self, label: str, verdict: Verdict, verbose: bool) -> list[str]:
         """Causes of failures, what was not asked or not run, and remarks; those of a wrong target only with -v."""
         lines = [] if verdict.outcome == WRONG and not verbose else [f"note: {remark}" for remark in verdict.remarks]
-        unasked = verdict.unasked() if verdict.outcome == NOT_JUDGED else verdict.left_out
-        lines = [*(f"not asked: {part}" for part in unasked), *verdict.not_run(), *lines]
+        unasked = [*verdict.unrun(), *([] if verdict.outcome == WRONG else verdict.untouched())]
+        not_run = verdict.not_run()
+        if verdict.outcome == WRONG and not verbose:
+            not_run = [line if len(line) <= WIDTH - 2 else f"{line[: WIDTH - 5]}..." for line in not_run]
+        lines = [*(f"not asked: {part}" for part in unasked), *not_run, *lines]
         causes = lines_of_causes(self.targets[label], verdict, None if verbose else CAUSES)
         return [each for line in [*causes, *lines] for each in _fitted(f"  {line}")]
 
@@ -190,7 +202,9 @@ def _fitted(line: str) -> list[str]:
     indent = len(line) - len(line.lstrip())
     if indent > 4 or len(line) <= WIDTH:
         return [line]
-    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * (indent + 2), break_long_words=False)
+    return textwrap.wrap(
+        line, WIDTH, subsequent_indent=" " * (indent + 2), break_long_words=False, break_on_hyphens=False
+    )
 
 
 def not_refusable(implementation: Implementation, error: Unsupported) -> BaseException:
@@ -199,8 +213,9 @@ def not_refusable(implementation: Implementation, error: Unsupported) -> BaseExc
     return pytest.fail.Exception(f"raised Unsupported for what every implementation takes: {error}. {allowed}", False)
 
 
-def _in_sweep(item: pytest.Item) -> bool:
-    return item.get_closest_marker("sweep") is not None
+def _claim(item: pytest.Item) -> str:
+    """The test without its parameters."""
+    return item.nodeid.partition("[")[0]
 
 
 def _label(implementation: Implementation) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,7 +16,7 @@ MEASURED = 30.0
 AFTER_THE_FIRST = 3.0
 """Seconds for each further test of an implementation that has hung: it has failed already."""
 MOST_HANGS = 3
-"""An implementation that has hung so often is asked nothing more."""
+"""An implementation that has hung in so many claims is asked nothing more."""
 OVERDUE = 1e-3
 """Seconds to an alarm that is overdue: zero would disarm it."""
 
@@ -32,20 +31,20 @@ class Deadlines:
     def __init__(self, first: float, measured: float) -> None:
         self.first = first
         self.measured = measured
-        self._hangs: Counter[str] = Counter()
+        self._hangs: dict[str, set[str]] = {}
 
     def of(self, name: str) -> float:
         return min(self.first, AFTER_THE_FIRST) if self.has_hung(name) else self.first
 
     def has_hung(self, name: str) -> bool:
-        return self.hangs(name) > 0
+        return name in self._hangs
 
-    def hangs(self, name: str) -> int:
-        """How many of its tests have hung."""
-        return self._hangs[name]
+    def hung_in(self, name: str) -> set[str]:
+        """The claims in which it has hung."""
+        return self._hangs.get(name, set())
 
-    def note_hang(self, name: str) -> None:
-        self._hangs[name] += 1
+    def note_hang(self, name: str, claim: str) -> None:
+        self._hangs.setdefault(name, set()).add(claim)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from shardmark.api.registry import FAMILIES, Implementation
 from shardmark.report.judgement import PASSED, Check, Verdict
 from shardmark.report.outcomes import first_line
 
+HUNG = "shardmark.ranks.deadline.Hung: "
 FEW_PASS = 0.1
 """Most checks that pass with a dtype, as a share of those that fail, where the dtype is the cause."""
 
@@ -30,7 +31,7 @@ class Cause:
 
     @property
     def reason(self) -> str:
-        return first_line(self.smallest.reason).removeprefix("AssertionError: ")
+        return first_line(self.smallest.reason).removeprefix("AssertionError: ").removeprefix(HUNG)
 
     @property
     def smallest(self) -> Check:
@@ -62,7 +63,7 @@ def _key(check: Check) -> str:
     if check.notes.hung:
         return "hung"
     if check.notes.where:
-        return f"{check.notes.where} {reason.partition(':')[0]}"
+        return f"{check.notes.where} {re.sub(r'[0-9]+', '#', reason.partition(':')[0])}"
     return re.sub(r"[-+.\d]+(e[-+]\d+)?|\(.*?\)|\[.*?\]|'.*?'", "#", reason)
 
 
@@ -95,7 +96,8 @@ def lines(implementation: Implementation, verdict: Verdict, most: int | None) ->
             count += f". Raise shardmark.api.Unsupported for {cause.kind} that you do not take"
         elif i == 0 or most is None:
             count += f", such as {cause.smallest.name}"
-        printed.append(f"  {_place(implementation, cause.smallest)}")
+        if i == 0 or cause.smallest.notes.where:
+            printed.append(f"  {_place(implementation, cause.smallest)}")
         printed.append(f"  {count}")
         if i == 0:
             printed += [f"  {line}" for line in _again(implementation, cause.smallest)]

@@ -149,6 +149,10 @@ class Verdict:
 
     def unasked(self) -> list[str]:
         """Parts that the contract asks and this run did not, and why."""
+        return [*self.unrun(), *self.untouched()]
+
+    def unrun(self) -> list[str]:
+        """Checks, and parts of checks, that were left out."""
         parts = list(self.left_out)
         if missing := self.total - len(self.checks):
             parts.append(f"{missing} checks: the run ended before them")
@@ -156,10 +160,13 @@ class Verdict:
         parts += [f"{count} checks: {why}" for why, count in whole.items()]
         some = Counter(why for check in self.judged if check.outcome == PASSED for why in check.notes.unasked)
         parts += [f"a part of {count} checks: {why}" for why, count in some.items()]
-        if claims := self._claims_in_refused_values_alone():
-            shown = ", ".join(claims[:3]) + (f" and {len(claims) - 3} more" if len(claims) > 3 else "")
-            parts.append(f"{len(claims)} claims that are asked in refused values alone: {shown}")
         return parts
+
+    def untouched(self) -> list[str]:
+        """Claims that no check asked, as all of them are in refused dtypes or the like."""
+        claims = self._claims_in_refused_values_alone()
+        shown = ", ".join(claims[:3]) + (f" and {len(claims) - 3} more" if len(claims) > 3 else "")
+        return [f"{len(claims)} claims, as all their checks are in what it refuses: {shown}"] if claims else []
 
     def _claims_in_refused_values_alone(self) -> list[str]:
         """Claims of which every check is in refused dtypes or the like, while other values would do."""
@@ -190,11 +197,11 @@ class Verdict:
 
 
 def in_words(features: Iterable[Feature]) -> str:
-    """As in "dtypes float16, float64; fewer heads in k and v than in q"."""
+    """As in "dtypes (float16, float64); fewer heads in k and v than in q"."""
     values: dict[str, list[str]] = defaultdict(list)
     for feature in sorted(features):
         values[feature.kind].append(feature.value)
-    return "; ".join(kind if found == [kind] else f"{kind} {', '.join(found)}" for kind, found in values.items())
+    return "; ".join(kind if found == [kind] else f"{kind} ({', '.join(found)})" for kind, found in values.items())
 
 
 def from_report(test: str, outcome: str, reason: str, properties: dict[str, Any], place: str, notes: str) -> Check:
