@@ -6,10 +6,7 @@ why a target does not meet the contract. `impl` fills the registry; `--impl` add
 
 from __future__ import annotations
 
-import ast
 import importlib
-import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,6 +19,7 @@ from shardmark.api.place import user_line
 from shardmark.api.refusals import Refusable, watched
 from shardmark.api.refusals import Unsupported as Unsupported
 from shardmark.api.requirements import Requirement
+from shardmark.api.signature import parameters_of
 
 
 @dataclass(frozen=True)
@@ -102,11 +100,11 @@ class Implementation:
         """Bytes at the peak of the case on "cpu" or "cuda", by its formula; ValueError where it has none."""
         if self.memory is None:
             raise ValueError(f"{self.family}/{self} has no memory formula")
-        return self.memory(case, device=device) if "device" in _parameters(self.memory) else self.memory(case)
+        return self.memory(case, device=device) if "device" in parameters_of(self.memory) else self.memory(case)
 
     def accepts(self, option: str) -> bool:
         """Whether the target has a parameter of that name; True where it could not be imported."""
-        return self.target is None or option in _parameters(self.target)
+        return self.target is None or option in parameters_of(self.target)
 
     def __str__(self) -> str:
         return self.name
@@ -114,34 +112,6 @@ class Implementation:
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled by name: ranks import the family's contract, whose package registers every implementation again.
         return _restore, (FAMILIES[self.family].contract.__module__, self.family, self.spec)
-
-
-def _parameters(target: Any) -> set[str]:
-    """The names of a call's parameters. A class with `**options` takes its base classes' too, except those that it
-    passes to them itself."""
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # a function written in C may have no signature
-        return set()
-    names = {p.name for p in parameters}
-    if isinstance(target, type) and any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return names | (set().union(*map(_parameters, target.__bases__)) - _given_to_its_base(target))
-    return names
-
-
-def _given_to_its_base(target: type) -> set[str]:
-    """Names of the arguments that the class passes to another `__init__`; empty where its source is not found."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(vars(target).get("__init__", target))))
-    except (OSError, TypeError, SyntaxError):
-        return set()
-    return {
-        keyword.arg
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "__init__"
-        for keyword in call.keywords
-        if keyword.arg
-    }
 
 
 @dataclass

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ import pytest
 from shardmark.api.place import user_line, user_line_in_text
 from shardmark.api.refusals import Unsupported, ledger
 from shardmark.api.registry import FAMILIES, Implementation
+from shardmark.plugin import options
 from shardmark.plugin.collection import asked
 from shardmark.plugin.session import Session, implementation_of, measures
 from shardmark.plugin.terminal import REPORTED
+from shardmark.plugin.workers import takes_world
 from shardmark.ranks.deadline import MOST_HANGS, Hung, within
 from shardmark.ranks.world import RankError
 from shardmark.report.causes import lines as lines_of_causes
@@ -49,6 +52,8 @@ class Judge:
         self.verdicts = {label: Verdict(FAMILIES[entry.family].may_refuse) for label, entry in self.targets.items()}
         self.places: dict[str, int] = {}
         self.deselected: Counter[str] = Counter()
+        self.on_ranks: set[str | None] = set()
+        """Targets of which some checks run on ranks."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
@@ -59,8 +64,10 @@ class Judge:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.places = {item.nodeid: place for place, item in enumerate(session.items)}
         collected = Counter(filter(None, map(self._judges, session.items)))
+        self.on_ranks = {self._judges(item) for item in session.items if takes_world(item)}
         for label, verdict in self.verdicts.items():
-            verdict.collected = collected[label] + self.deselected[label]
+            verdict.collected, verdict.deselected = collected[label], self.deselected[label]
+            verdict.left_out = list(self._left_out(session.config, label))
 
     def _judges(self, item: pytest.Item) -> str | None:
         """The target whose contract the test checks, if any."""
@@ -136,7 +143,6 @@ class Judge:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """A refused target makes a run that passes otherwise a usage error, one that is wrong a failed one; one that
         is not judged has a status of its own."""
-        self._leave_out(session.config)
         outcomes = {verdict.outcome for verdict in self._judged().values()}
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
@@ -150,13 +156,24 @@ class Judge:
     def _judged(self) -> dict[str, Verdict]:
         return {label: verdict for label, verdict in self.verdicts.items() if verdict.checks}
 
-    def _leave_out(self, config: pytest.Config) -> None:
-        """Note in each verdict what the user's options leave out."""
-        for label, verdict in self.verdicts.items():
-            verdict.left_out = []
-            if self.deselected[label]:
-                verdict.left_out.append(f"{self.deselected[label]} checks: deselected by an option such as -k or -m")
-                verdict.collected -= self.deselected[label]
+    def _left_out(self, config: pytest.Config, label: str) -> Iterator[str]:
+        """Parts that the user's arguments and options leave out, of which the number is not known here."""
+        owner = FAMILIES[self.targets[label].family]
+        folder = owner.contract.__module__.split(".")[-2:-1]
+        paths = [Path(config.invocation_params.dir, arg) for arg in config.args]
+        if not any(path.is_dir() and not _beside_or_at(path, folder) for path in paths):
+            yield "checks outside of " + ", ".join(config.args)
+        if label in self.on_ranks and (missing := self._ranks_left_out()):
+            yield f"checks on {', '.join(map(str, missing))} ranks, which --ranks leaves out"
+        if not config.getoption("numprocesses", 0):
+            return
+        if config.option.keyword or config.getoption("deselect", None):
+            yield "checks that -k or --deselect leaves out"
+
+    def _ranks_left_out(self) -> list[int]:
+        """World sizes of contract checks that run without --ranks and not in this run."""
+        usual = options.contract_ranks(options.ranks(None, self.session.device), self.session.device)
+        return sorted(set(usual) - set(self.session.contract_ranks))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(
@@ -211,6 +228,11 @@ def not_refusable(implementation: Implementation, error: Unsupported) -> BaseExc
     """The failure of a check whose target refuses what its contract does not let it refuse."""
     allowed = Verdict(FAMILIES[implementation.family].may_refuse).what_may_be()
     return pytest.fail.Exception(f"raised Unsupported for what every implementation takes: {error}. {allowed}", False)
+
+
+def _beside_or_at(path: Path, folder: list[str]) -> bool:
+    """Whether the path is the folder of the family's checks, or one beside it; some checks are in other folders."""
+    return bool(folder) and (path.parent / folder[0]).is_dir() and not (path / folder[0]).is_dir()
 
 
 def _claim(item: pytest.Item) -> str:

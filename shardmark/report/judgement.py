@@ -90,6 +90,8 @@ class Verdict:
     checks: dict[str, Check] = field(default_factory=dict)
     collected: int = 0
     """Checks that the run was to run; 0 where another process collects them."""
+    deselected: int = 0
+    """Checks that an option such as -k leaves out."""
     left_out: list[str] = field(default_factory=list)
     """Parts that the run was not to ask, and by which option."""
     remarks: dict[str, None] = field(default_factory=dict)
@@ -129,7 +131,7 @@ class Verdict:
 
     @property
     def total(self) -> int:
-        return max(self.collected, len(self.checks))
+        return max(self.collected, len(self.checks)) + self.deselected
 
     @property
     def outcome(self) -> str:
@@ -154,7 +156,9 @@ class Verdict:
     def unrun(self) -> list[str]:
         """Checks, and parts of checks, that were left out."""
         parts = list(self.left_out)
-        if missing := self.total - len(self.checks):
+        if self.deselected:
+            parts.append(f"{self.deselected} checks: deselected, as by -k or -m")
+        if missing := self.total - self.deselected - len(self.checks):
             parts.append(f"{missing} checks: the run ended before them")
         whole = Counter(why for check in self.judged if check.outcome == SKIPPED for why in check.notes.unasked)
         parts += [f"{count} checks: {why}" for why, count in whole.items()]
