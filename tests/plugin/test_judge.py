@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import pytest
 
+from shardmark.plugin.judge import EXIT_NOT_JUDGED
 from shardmark.ranks.deadline import AFTER_THE_FIRST, Deadlines, Hung, within
 from shardmark.ranks.torchrun import LocalWorld
 from tests.support.project import make_project
@@ -15,7 +16,7 @@ pytest_plugins = ["pytester"]
 CONFTEST = """
 import pytest
 from shardmark.api.finding import RegistryError
-from shardmark.api.registry import Family, add_family, register
+from shardmark.api import Family, Refusable, add_family, register
 
 pytest_plugins = ["shardmark.plugin"]
 
@@ -28,7 +29,8 @@ def check(target, device):
         raise RegistryError("it is not callable")
 
 
-add_family(Family("double", Contract, reference="plain", check=check))
+odd = Refusable("odd numbers", lambda x, **_: "odd numbers" if x % 2 else None)
+add_family(Family("double", Contract, reference="plain", check=check, may_refuse=(odd,)))
 register("double", "plain", lambda x, exactly=True: 2 * x)
 """
 
@@ -42,21 +44,21 @@ pytestmark = pytest.mark.family("double")
 
 def test_of_one(implementation, record_property):
     record_property("note", "one is doubled in one step")
-    assert implementation.target(1) == 2, "twice 1 is 2"
+    assert implementation.watched(1) == 2, "twice 1 is 2"
 
 
 def test_of_three(implementation):
-    assert implementation.target(3) == 6, "twice 3 is 6"
+    assert implementation.watched(3) == 6, "twice 3 is 6"
 
 
 @pytest.mark.family("double", option="exactly")
 def test_exactly(implementation):
-    assert implementation.target(1, exactly=True) == 2
+    assert implementation.watched(1, exactly=True) == 2
 
 
 @pytest.mark.parametrize("number", [2, 4])
 def test_even(implementation, number):
-    assert implementation.target(number) == 2 * number
+    assert implementation.watched(number) == 2 * number
 """
 
 MEASURED = """
@@ -118,6 +120,21 @@ def hangs_on_ranks(x):
 def unsupported(x):
     raise Unsupported("it doubles nothing")
 
+def even_alone(x):
+    if x % 2:
+        raise Unsupported("it doubles even numbers")
+    return 2 * x
+
+def all_but_three(x):
+    if x == 3:
+        raise Unsupported("it does not double 3")
+    return 2 * x
+
+def interrupted(x):
+    if x == 3:
+        raise KeyboardInterrupt
+    return 2 * x
+
 number = 3
 """
 
@@ -144,15 +161,97 @@ def test_a_verdict_for_each_target_and_what_was_not_run(project: pytest.Pytester
         "  not run: 1 because its signature has no option 'exactly'",
         "  note: one is doubled in one step",
         "double=squares is WRONG: 2 of 5 contract checks passed, 2 failed, 1 not run",
-        "  first: test_of_three[squares]: AssertionError: twice 3 is 6",
+        "  twice 3 is 6",
+        "    of own.py:9: def squares(x):",
+        "    1 of 2 failed checks, such as test_of_three[squares]",
+        "    to run it alone:",
+        f"        pytest 'test_double.py::test_of_three[squares]' --impl 'double={project.path / 'own.py'}:squares'",
+        "  assert 16 == (2 * 4)",
+        "    1 of 2 failed checks",
         "  not run: 1 because its signature has no option 'exactly'",
-        "  note: one is doubled in one step",
-        "double=unsupported is not judged: 0 of 5 contract checks passed, 5 not run",
-        "  not run: 4 because it doubles nothing",
+        "double=unsupported is WRONG: 0 of 5 contract checks passed, 2 failed, 3 not run",
+        "  raised Unsupported for what every implementation takes: it doubles nothing. The contract lets it",
+        "    refuse, each as a whole: odd numbers",
+        '    at own.py:21: raise Unsupported("it doubles nothing")',
+        "    2 of 2 failed checks, such as test_even[unsupported-2]",
+        "    to run it alone:",
+        f"        pytest 'test_double.py::test_even[unsupported-2]' --impl 'double={project.path / 'own.py'}:unsupported'",
+        "  not run: 2 because it refuses odd numbers",
         "  not run: 1 because its signature has no option 'exactly'",
-        "  note: one is doubled in one step",
         "--seed 7 draws the same inputs again",
     ]
+
+
+def verdict_of(result: pytest.RunResult) -> list[str]:
+    """The lines from the verdict on."""
+    return result.outlines[[" is " in line and line.startswith("double=") for line in result.outlines].index(True) :]
+
+
+def test_what_a_contract_lists_may_be_refused(project: pytest.Pytester) -> None:
+    result = judged(project, "even_alone")
+    assert result.ret == pytest.ExitCode.OK
+    assert verdict_of(result)[:2] == [
+        "double=even_alone is right: 2 of 5 contract checks passed, 3 not run",
+        "  not run: 2 because it refuses odd numbers",
+    ]
+
+
+def test_what_is_taken_in_one_call_is_not_refused_in_another(project: pytest.Pytester) -> None:
+    result = judged(project, "all_but_three")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert verdict_of(result)[:2] == [
+        "double=all_but_three is WRONG: 3 of 5 contract checks passed, 1 failed, 1 not run",
+        "  raised Unsupported for argument 0=3, and takes odd numbers elsewhere. The contract lets it refuse,",
+    ]
+
+
+def test_a_subset_of_the_checks_is_no_verdict(project: pytest.Pytester) -> None:
+    result = judged(project, "plain", options=("-k", "even or one"))
+    assert result.ret == EXIT_NOT_JUDGED
+    assert verdict_of(result)[:2] == [
+        "double=plain is not judged: 3 of 5 contract checks were run, all 3 passed",
+        "  not asked: 2 checks: deselected, as by -k or -m",
+    ]
+    one = judged(project, "plain", options=("test_double.py::test_of_one",))
+    assert one.ret == EXIT_NOT_JUDGED
+    one.stdout.fnmatch_lines(["double=plain is not judged: *", "  not asked: checks outside of *::test_of_one"])
+    failed = judged(project, "squares", options=("-k", "three"))
+    assert failed.ret == pytest.ExitCode.TESTS_FAILED
+    failed.stdout.fnmatch_lines(["double=squares is WRONG: 0 of 5 *"])
+
+
+def test_an_interrupted_run_is_no_verdict(project: pytest.Pytester) -> None:
+    targets = ["--impl=double=own.py:interrupted", "-p", "no:cacheprovider"]
+    result = project.runpytest_subprocess("--device=cpu", *targets)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert verdict_of(result)[:2] == [
+        "double=interrupted is not judged: 1 of 5 contract checks were run, all 1 passed",
+        "  not asked: 4 checks: the run ended before them",
+    ]
+
+
+def test_what_is_too_slow_to_be_asked_is_no_verdict(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_slow="""
+        import pytest
+        from shardmark.api import note_unasked
+
+        @pytest.mark.family("double")
+        def test_slow(implementation):
+            note_unasked("too slow")
+            pytest.skip("too slow, by 7")
+        """
+    )
+    result = judged(project, "plain")
+    assert result.ret == EXIT_NOT_JUDGED
+    assert verdict_of(result)[1] == "  not asked: 1 checks: too slow"
+
+
+def test_an_import_that_fails_is_told_with_its_line(project: pytest.Pytester) -> None:
+    project.makepyfile(broken="x = 1\ny = x / 0\n")
+    result = project.runpytest_inprocess("--impl=double=broken.py:x")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*: ZeroDivisionError: division by zero, which fails at broken.py:2: y = x / 0"])
 
 
 def test_a_refused_target_does_not_end_the_others(project: pytest.Pytester) -> None:
@@ -168,7 +267,7 @@ def test_a_refused_target_does_not_end_the_others(project: pytest.Pytester) -> N
 def test_two_targets_of_one_name_are_told_apart(project: pytest.Pytester) -> None:
     project.mkdir("other").joinpath("own.py").write_text("def plain(x):\n    return 3 * x\n")
     result = judged(project, "plain", options=("--impl=double=other/own.py:plain", "-k", "of_three"))
-    result.stdout.fnmatch_lines(["double=plain is right: 1 of 1 *", "double=own.plain is WRONG: 0 of 1 *"])
+    result.stdout.fnmatch_lines(["double=plain is not judged: 1 of 5 *", "double=own.plain is WRONG: 0 of 5 *"])
 
 
 def test_a_hang_costs_one_deadline_and_from_then_on_little(project: pytest.Pytester) -> None:
@@ -177,8 +276,11 @@ def test_a_hang_costs_one_deadline_and_from_then_on_little(project: pytest.Pytes
     assert time.monotonic() - start < 60
     result.stdout.fnmatch_lines(
         [
-            "double=hangs is WRONG: 0 of 5 contract checks passed, 4 failed, 1 not run",
-            "  first: test_of_one*hangs*: *Hung: had not ended after 1 s",
+            "double=hangs is WRONG: 0 of 5 contract checks passed, 3 failed, 2 not run",
+            "  had not ended after 1 s",
+            "    at own.py:1*: *",
+            "    3 of 3 failed checks, such as test_of_one[[]hangs]",
+            "  not asked: 1 checks: it has hung in another check of the claim",
         ]
     )
 
@@ -201,7 +303,7 @@ def test_of_what_hung_nothing_more_is_measured(project: pytest.Pytester, name: s
 
 def test_what_hung_once_has_little_time() -> None:
     deadlines = Deadlines(20.0, measured=600.0)
-    deadlines.note_hang("mine")
+    deadlines.note_hang("mine", "test_it")
     assert deadlines.of("mine") == AFTER_THE_FIRST and deadlines.of("another") == 20.0
     assert Deadlines(1.0, measured=30.0).of("mine") == 1.0
 
