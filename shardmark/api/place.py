@@ -44,10 +44,11 @@ def shown(file: str, line: int) -> str:
     return f"{Path(file).name}:{line}" + (f": {text}" if text else "")
 
 
-def user_line(error: BaseException) -> str | None:
-    """The innermost line of the user's code that led to the error, with its text; None without one."""
+def user_line(error: BaseException, test: str = "") -> str | None:
+    """The innermost line of the user's code that led to the error, with its text; None without one. The `test` is a
+    file that is not the user's."""
     for file in reversed([frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]):
-        if is_the_users(file):
+        if file != test and is_the_users(file):
             line = line_in(error, file)
             return None if line is None else shown(file, line)
     return None
@@ -59,9 +60,10 @@ def is_the_users(file: str) -> bool:
     return not file.startswith(LIBRARIES) and not any(Path(file).is_relative_to(root) for root in roots)
 
 
-def user_line_in_text(text: str) -> str | None:
+def user_line_in_text(text: str, test: str) -> str | None:
     """The same, of a traceback or stack that another process wrote; the first one is of the rank that failed first."""
     report = text.partition("\nrank ")[0]
-    frames = [(file, int(line)) for file, line in re.findall(r'File "(.*)", line (\d+)', report) if is_the_users(file)]
+    found = re.findall(r'File "(.*)", line (\d+)', report)
+    frames = [(file, int(line)) for file, line in found if file != test and is_the_users(file)]
     innermost = 0 if "it was in " in report else -1  # faulthandler's stacks begin with the innermost frame
     return shown(*frames[innermost]) if frames else None

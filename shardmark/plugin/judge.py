@@ -21,7 +21,7 @@ import pytest
 
 from shardmark.api.place import user_line, user_line_in_text
 from shardmark.api.refusals import Unsupported, ledger
-from shardmark.api.registry import FAMILIES, Implementation
+from shardmark.api.registry import Implementation, family
 from shardmark.plugin import options
 from shardmark.plugin.collection import asked
 from shardmark.plugin.session import Session, implementation_of, measures
@@ -49,7 +49,7 @@ class Judge:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.targets = {_label(entry): entry for entries in session.selected.values() for entry in entries}
-        self.verdicts = {label: Verdict(FAMILIES[entry.family].may_refuse) for label, entry in self.targets.items()}
+        self.verdicts = {label: Verdict(family(entry.family).may_refuse) for label, entry in self.targets.items()}
         self.places: dict[str, int] = {}
         self.deselected: Counter[str] = Counter()
         self.on_ranks: set[str | None] = set()
@@ -97,9 +97,9 @@ class Judge:
     def _why_left(self, label: str, item: pytest.Item) -> str | None:
         """Why the check is not run: its target has hung in another check of the claim, or in several claims."""
         hung = self.session.deadlines.hung_in(label)
-        if len(hung) >= MOST_HANGS:
-            return f"it has hung in {MOST_HANGS} claims"
-        return "it has hung in another check of the claim" if _claim(item) in hung else None
+        if _claim(item) in hung:
+            return "it has hung in another check of the claim"
+        return f"it has hung in {MOST_HANGS} claims" if len(hung) >= MOST_HANGS else None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
@@ -122,7 +122,8 @@ class Judge:
                 hung = isinstance(error, Hung) or (isinstance(error, RankError) and error.hung)
                 if hung:
                     deadlines.note_hang(label, _claim(pyfuncitem))
-                where = user_line_in_text(str(error)) if isinstance(error, RankError) else user_line(error)
+                test, on_ranks = str(pyfuncitem.path), isinstance(error, RankError)
+                where = user_line_in_text(str(error), test) if on_ranks else user_line(error, test)
                 raise
             finally:
                 pyfuncitem.user_properties.append((NOTES, Notes.of(notes, where, hung).saved()))
@@ -158,7 +159,7 @@ class Judge:
 
     def _left_out(self, config: pytest.Config, label: str) -> Iterator[str]:
         """Parts that the user's arguments and options leave out, of which the number is not known here."""
-        owner = FAMILIES[self.targets[label].family]
+        owner = family(self.targets[label].family)
         folder = owner.contract.__module__.split(".")[-2:-1]
         paths = [Path(config.invocation_params.dir, arg) for arg in config.args]
         if not any(path.is_dir() and not _beside_or_at(path, folder) for path in paths):
@@ -226,7 +227,7 @@ def _fitted(line: str) -> list[str]:
 
 def not_refusable(implementation: Implementation, error: Unsupported) -> BaseException:
     """The failure of a check whose target refuses what its contract does not let it refuse."""
-    allowed = Verdict(FAMILIES[implementation.family].may_refuse).what_may_be()
+    allowed = Verdict(family(implementation.family).may_refuse).what_may_be()
     return pytest.fail.Exception(f"raised Unsupported for what every implementation takes: {error}. {allowed}", False)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from shardmark.api.place import defined_at, shown
 from shardmark.api.refusals import Call
-from shardmark.api.registry import FAMILIES, Implementation
+from shardmark.api.registry import Implementation, family
 from shardmark.report.judgement import PASSED, Check, Verdict
 from shardmark.report.outcomes import first_line
 
@@ -126,7 +126,7 @@ def _again(implementation: Implementation, check: Check) -> list[str]:
 
 def snippet(implementation: Implementation, call: Call) -> list[str]:
     """Python that makes the call on random inputs, with the target and with its family's reference."""
-    owner = FAMILIES[implementation.family]
+    owner = family(implementation.family)
     reference = owner.implementations[owner.reference].target
     tensors = [(name, *value) for name, value in call.arguments if isinstance(value, tuple)]
     others = [(name, value) for name, value in call.arguments if not isinstance(value, tuple)]

@@ -156,6 +156,7 @@ def test_a_verdict_for_each_target_and_what_was_not_run(project: pytest.Pytester
     verdicts = result.outlines[
         result.outlines.index(next(x for x in result.outlines if "what its contract says" in x)) :
     ]
+    own = project.path / "own.py"
     assert verdicts[1:-1] == [
         "double=plain is right: 4 of 5 contract checks passed, 1 not run",
         "  not run: 1 because its signature has no option 'exactly'",
@@ -165,7 +166,7 @@ def test_a_verdict_for_each_target_and_what_was_not_run(project: pytest.Pytester
         "    of own.py:9: def squares(x):",
         "    1 of 2 failed checks, such as test_of_three[squares]",
         "    to run it alone:",
-        f"        pytest 'test_double.py::test_of_three[squares]' --impl 'double={project.path / 'own.py'}:squares'",
+        f"        pytest 'test_double.py::test_of_three[squares]' --impl 'double={own}:squares'",
         "  assert 16 == (2 * 4)",
         "    1 of 2 failed checks",
         "  not run: 1 because its signature has no option 'exactly'",
@@ -175,7 +176,7 @@ def test_a_verdict_for_each_target_and_what_was_not_run(project: pytest.Pytester
         '    at own.py:21: raise Unsupported("it doubles nothing")',
         "    2 of 2 failed checks, such as test_even[unsupported-2]",
         "    to run it alone:",
-        f"        pytest 'test_double.py::test_even[unsupported-2]' --impl 'double={project.path / 'own.py'}:unsupported'",
+        f"        pytest 'test_double.py::test_even[unsupported-2]' --impl 'double={own}:unsupported'",
         "  not run: 2 because it refuses odd numbers",
         "  not run: 1 because its signature has no option 'exactly'",
         "--seed 7 draws the same inputs again",
