@@ -11,6 +11,7 @@ from impl.training_step.workload import CheckpointedStep
 from shardmark.api import Implementation, OwnModelCase
 from shardmark.plugin.measure import Measure
 from shardmark.report.answers import saves
+from shardmark.report.plots import MEMORY
 from shardmark.rows.columns import Column
 
 RECOMPUTED = Column(
@@ -25,6 +26,7 @@ RECOMPUTED = Column(
     short="checkpointing",
     columns=["case", "implementation", "time ms", RECOMPUTED, "ratio to peer", "tensors MiB", "verdict"],
     answer=saves(),
+    plots=[MEMORY],
 )
 @pytest.mark.cases(CASES)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure) -> None:

@@ -13,6 +13,7 @@ from shardmark.api import Grid, Implementation
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
 from shardmark.report.answers import saves
+from shardmark.report.plots import MEMORY
 
 LOW_PRECISION = Grid(
     smoke=[],
@@ -27,6 +28,7 @@ SHARDING = pytest.mark.question(
     short="fully sharded",
     columns=["case", "implementation", "time ms", "to send MiB", "ratio to peer", "tensors MiB", "verdict"],
     answer=saves(),
+    plots=[MEMORY],
 )
 
 

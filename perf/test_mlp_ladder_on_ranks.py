@@ -22,7 +22,7 @@ from shardmark.meter.plan import Identity, Measured
 from shardmark.plugin.measure import Measure, memory_budget
 from shardmark.ranks.world import World
 from shardmark.report.observed_answers import held_while_made
-from shardmark.report.plots import Points
+from shardmark.report.plots import MEMORY_BY_STAGE, Points
 from shardmark.rows.observers import Compile, Stages
 
 RANK_STEPS = ("eager", "compile_model", "compile_forward_backward", "compile_step")
@@ -137,12 +137,13 @@ STAGES = ("model", "data_parallel", "to_empty", "init_weights")
     short="making the model",
     answer=held_while_made,
     plots=[
+        MEMORY_BY_STAGE,
         Points(
             "Memory after each stage, ours and as published",
             ours={f"memory after {stage}": f"memory.stages.{stage}.live" for stage in STAGES},
             units={f"memory after {stage}": "B" for stage in STAGES},
             published=published("simple_pytorch", "meta init"),
-        )
+        ),
     ],
 )
 @pytest.mark.cases(RANK_STAGES)

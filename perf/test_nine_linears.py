@@ -19,7 +19,7 @@ from shardmark.api import SCALES, Grid, Implementation, family
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
 from shardmark.report.answers import saves
-from shardmark.report.plots import Points
+from shardmark.report.plots import MEMORY, Points
 from shardmark.rows.observers import Stages
 
 KNOWN = tuple(
@@ -52,12 +52,13 @@ pytestmark = [
         columns=["case", "implementation", "time ms", "to send MiB", "tensors MiB", "budget MiB", "verdict"],
         answer=saves("ddp"),
         plots=[
+            MEMORY,
             Points(
                 "Peak memory, ours and as published",
                 ours={"peak memory": "memory.peak"},
                 units={"peak memory": "B"},
                 published=published("odsc_fsdp", "MLP of 8 linears"),
-            )
+            ),
         ],
     ),
     pytest.mark.benchmark(min_rounds=7, max_time=0.2),

@@ -26,6 +26,7 @@ from shardmark.meter.plan import Identity, Measured
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
 from shardmark.report.observed_answers import who_trains
+from shardmark.report.plots import MEMORY_BY_STAGE
 from shardmark.rows.observers import Losses, Stages
 
 CASES = Grid(
@@ -132,6 +133,7 @@ def train(variant: str, case: TrainingStepCase, device: str) -> tuple[Measured, 
     short="early optimizer",
     columns=["case", "implementation", "time ms", "losses"],
     answer=who_trains,
+    plots=[MEMORY_BY_STAGE],
 )
 @pytest.mark.cases(CASES)
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -16,6 +16,7 @@ from shardmark.api import Implementation
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
 from shardmark.report.answers import saves
+from shardmark.report.plots import MEMORY
 from shardmark.rows.observers import ExposedCommunication, Timeline
 
 
@@ -25,6 +26,7 @@ from shardmark.rows.observers import ExposedCommunication, Timeline
     short="sharded optimizer",
     columns=["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "tensors MiB", "verdict"],
     answer=saves("unsharded"),
+    plots=[MEMORY],
 )
 @pytest.mark.cases(CASES)
 @pytest.mark.benchmark(min_rounds=9)

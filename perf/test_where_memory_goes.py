@@ -16,6 +16,7 @@ from shardmark.meter.plan import Plan
 from shardmark.plugin.measure import Measure
 from shardmark.predict import kept_for_backward
 from shardmark.report.observed_answers import largest_kinds
+from shardmark.report.plots import MEMORY_BY_KIND
 from shardmark.rows.observers import Timeline
 
 STEP_MEMORY = Grid(
@@ -40,7 +41,12 @@ STEP_MEMORY = Grid(
 
 
 @pytest.mark.family("training_step", only=("eager",))
-@pytest.mark.question("Where does the memory of a training step go?", short="a step's memory", answer=largest_kinds)
+@pytest.mark.question(
+    "Where does the memory of a training step go?",
+    short="a step's memory",
+    answer=largest_kinds,
+    plots=[MEMORY_BY_KIND],
+)
 @pytest.mark.cases(STEP_MEMORY)
 def test_where_memory_goes(
     implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure

@@ -14,6 +14,7 @@ from impl.training_step.workload import LanguageModelStep
 from shardmark.api import Grid, Implementation
 from shardmark.plugin.measure import Measure
 from shardmark.report.observed_answers import largest_parts
+from shardmark.report.plots import TIME_BY_PART
 from shardmark.rows.observers.attention_parts import AttentionProfile
 
 STEP_KERNELS = Grid(
@@ -39,6 +40,7 @@ STEP_KERNELS = Grid(
     short="a step's time",
     columns=["case", "implementation", "time ms", "forward", "backward", "optimizer", "verdict"],
     answer=largest_parts,
+    plots=[TIME_BY_PART],
 )
 @pytest.mark.cases(STEP_KERNELS)
 def test_where_time_goes(implementation: Implementation, case: TrainingStepCase, measure: Measure) -> None:

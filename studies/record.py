@@ -6,7 +6,7 @@
 
 Every Triton kernel is checked at every configuration before anything is measured. Other arguments are pytest's and
 choose what is measured. New rows replace older rows of the same tests. A record names no host. The record of
-two-cores-cpu also fills README's table of figures.
+two-cores-cpu also fills README's findings.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import json
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardmark.report.findings import findings
 from shardmark.report.markdown import markdown
-from shardmark.report.questions import KNOWN
+from shardmark.report.summary import Summary
 from shardmark.rows.atomic_json import RowFileError
 from shardmark.rows.reader import LISTS, RunFileError, read_run
 
@@ -43,25 +45,7 @@ KERNELS = "(triton or kernels) and not compiles"
 
 
 README_MACHINE = "two-cores-cpu"
-README_BEGIN, README_END = "<!-- figures: studies/record.py writes them -->\n", "<!-- end of the figures -->\n"
-README_COLUMNS = ("case", "time ms", "ratio to peer", "tensors MiB", "budget MiB", "verdict")
-README_ROWS = {
-    "attention, `eager`": "perf/test_attention.py::test_memory_by_length[eager-b2-s2048-d64-full-float32-both]",
-    "attention, `sdpa`": "perf/test_attention.py::test_memory_by_length[sdpa-b2-s2048-d64-full-float32-both]",
-    "loss, `eager`": "perf/test_loss.py::test_time_and_memory[eager-t1024-d128-v8192-float32]",
-    "loss, `fused_pytorch`": "perf/test_loss.py::test_time_and_memory[fused_pytorch-t1024-d128-v8192-float32]",
-    "checkpointing, `none`": "perf/test_checkpointing.py::test_training_step[none-deep-b2-s256-float32-step]",
-    "checkpointing, `full`": "perf/test_checkpointing.py::test_training_step[full-deep-b2-s256-float32-step]",
-    "data parallel, `naive`": "perf/test_data_parallel.py::test_training_step[naive-mini-b2-s32-float32-step-2ranks]",
-    "data parallel, `bucketed`": (
-        "perf/test_data_parallel.py::test_training_step[bucketed-mini-b2-s32-float32-step-2ranks]"
-    ),
-    "ZeRO-1, `sharded`": (
-        "perf/test_sharded_optimizer.py::test_sharded_optimizer[sharded-mini-b2-s32-float32-step-2ranks]"
-    ),
-    "FSDP, `sharded`": "perf/test_fsdp.py::test_training_step[sharded-mini-b2-s32-float32-step-2ranks]",
-}
-"""README's table of figures: the name of each row in README, and the full name of its test."""
+README_BEGIN, README_END = "<!-- findings: studies/record.py writes them -->\n", "<!-- end of the findings -->\n"
 
 
 def main(arguments: list[str]) -> int:
@@ -100,7 +84,7 @@ def _keep(arguments: list[str]) -> int:
 
 
 def write(name: str, output: dict[str, Any]) -> None:
-    """Write the record and its document; of `README_MACHINE` README's table too."""
+    """Write the record and its document; of `README_MACHINE` README's findings too."""
     record, document = _record(name), DOCUMENTS / f"results-{name}.md"
     record.parent.mkdir(exist_ok=True)
     text = json.dumps(compacted(output), separators=(",", ":"))
@@ -109,7 +93,7 @@ def write(name: str, output: dict[str, Any]) -> None:
     document.write_text(markdown([(record.name, run)]), encoding="utf-8")
     if name == README_MACHINE:
         readme_file = ROOT / "README.md"
-        readme_file.write_text(with_figures(readme_file.read_text(encoding="utf-8"), run), encoding="utf-8")
+        readme_file.write_text(with_findings(readme_file.read_text(encoding="utf-8"), run), encoding="utf-8")
     print(f"recorded in {record.relative_to(ROOT)}, and written to {document.relative_to(ROOT)}")
 
 
@@ -162,21 +146,11 @@ def _slug(name: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
-def with_figures(text: str, run: dict[str, Any]) -> str:
-    """README's text with the run's figures in its table. KeyError for a run without one of `README_ROWS`."""
-    entries = {entry["fullname"]: entry for entry in run["benchmarks"]}
-    lines = [f"| technique | {' | '.join(README_COLUMNS)} |", f"|---|{'---|' * len(README_COLUMNS)}"]
-    for called, name in README_ROWS.items():
-        cells = [called, *(_cell(column, entries[name]) for column in README_COLUMNS)]
-        lines.append(f"| {' | '.join(cells)} |")
+def with_findings(text: str, run: dict[str, Any]) -> str:
+    """README's text with the run's findings."""
     before, rest = text.split(README_BEGIN)
-    return before + README_BEGIN + "\n".join(lines) + f"\n{README_END}" + rest.split(README_END)[1]
-
-
-def _cell(name: str, entry: dict[str, Any]) -> str:
-    column = KNOWN[name]
-    cell = column.brief or column.cell
-    return cell(entry, entry["extra_info"]) or "-"
+    found = [textwrap.fill(f"- {each.sentence}", 109, subsequent_indent="  ") for each in findings(Summary.of(run))]
+    return before + README_BEGIN + "\n".join(found) + f"\n{README_END}" + rest.split(README_END)[1]
 
 
 if __name__ == "__main__":

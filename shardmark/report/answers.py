@@ -23,7 +23,18 @@ from shardmark.report.ranking import (
     tensors,
     time_beside,
 )
-from shardmark.report.words import OPEN, beside, called, figure, is_fastest, milliseconds, sentence, share, size, where
+from shardmark.report.words import (
+    beside,
+    called,
+    figure,
+    is_fastest,
+    milliseconds,
+    sentence,
+    share,
+    size,
+    where,
+    with_doubt,
+)
 from shardmark.rows.columns import Entry, goal_outcomes
 from shardmark.verdict.betting import FAIL
 
@@ -103,7 +114,7 @@ def saves(other: str | None = None) -> Answer:
         memory = share(_bytes(least) / _bytes(others[0]), "memory")
         time = time_beside(case, least, others[0])
         text = f"{mine} takes {memory} and {share(time.mid, 'time')} of {called(others[0])}"
-        return sentence(place, text if time.is_decided else f"{text}; {OPEN}")
+        return sentence(place, with_doubt(text, time))
 
     return answer
 

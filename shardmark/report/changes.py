@@ -19,7 +19,7 @@ from shardmark.rows.comparison import (
     number_of_rows,
 )
 from shardmark.rows.reader import entries_of
-from shardmark.verdict.betting import UNDECIDED, Interval
+from shardmark.verdict.betting import UNDECIDED
 
 NAMED = 10
 """At most this many new or missing tests are named; the rest is counted."""
@@ -38,8 +38,6 @@ class Changes:
     """[outcome, test, "time", "memory", "counters" or "verdict", text]."""
     counts: list[str] = field(default_factory=list)
     """Lines that say, of time, memory and counters, how many rows were compared and why others were not."""
-    ratios: dict[str, tuple[Interval, Interval]] = field(default_factory=dict)
-    """For each test whose time has changed: the ratio to the peer in the baseline, and now."""
 
     def of(self, outcome: str) -> int:
         """The number of figures with that outcome."""
@@ -54,14 +52,11 @@ def changes(baseline: Entry, new: Entry, name: str) -> Changes:
     measured = {entry["fullname"]: entry["extra_info"] for entry in baseline["benchmarks"]}
     machines = [Machine.of(run["machine_info"]) for run in (baseline, new)]
     found: dict[str, RowComparison] = {}
-    ratios: dict[str, tuple[Interval, Interval]] = {}
     for entry in new["benchmarks"]:
         test, row = entry["fullname"], entry["extra_info"]
         if test in measured:
             earlier, ratio = BaselineRow.of(measured[test]), judged_ratio(row["time"])
             found[test] = compare(earlier, row, ratio, machines[0] == machines[1], name)
-            if ratio is not None and earlier.ratio is not None and ratio.ends and earlier.ratio.ends:
-                ratios[test] = earlier.ratio, ratio
     result = Changes(name)
     for entry in new["unmeasured"]:
         test, row = entry["fullname"], entry["extra_info"]
@@ -82,8 +77,6 @@ def changes(baseline: Entry, new: Entry, name: str) -> Changes:
     before, now = ({entry["fullname"]: entry for entry in entries_of(run)} for run in (baseline, new))
     result.counts.append(_named("new", [test for test in now if test not in before]))
     result.counts.append(_named("gone", [test for test in before if test not in now]))
-    slower = {row[1] for row in result.rows if row[2] == "time" and row[0] != OPEN}
-    result.ratios = {test: both for test, both in ratios.items() if test in slower}
     return result
 
 

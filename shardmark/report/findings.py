@@ -14,7 +14,7 @@ from shardmark.report.answers import NO_ANSWER, NOT_MEASURED, counted
 from shardmark.report.questions import OTHERS
 from shardmark.report.ranking import implementation, same_case, tensors, who
 from shardmark.report.summary import Summary
-from shardmark.report.words import OPEN, called, share, where
+from shardmark.report.words import NO_INTERVAL, OPEN, called, share, where
 from shardmark.rows.columns import Entry
 from shardmark.verdict.betting import UNDECIDED
 
@@ -198,7 +198,8 @@ def _sentence(pair: _Pair, entries: Sequence[Entry]) -> str:
     if pair.is_time_decided and not pair.is_time_telling:
         return f"{start} {less} of {peer}, in about the same time."
     if not pair.is_time_decided:
-        time = OPEN if pair.is_raced else "their times were not raced"
+        has_interval = pair.is_raced and pair.mine["extra_info"]["time"].get("interval")
+        time = OPEN if has_interval else NO_INTERVAL
         return f"{start} {less} of {peer}; {time}."
     time = share(pair.time, "time")
     if pair.is_memory_telling:

@@ -19,7 +19,7 @@ class ReportError(ValueError):
 
 
 class Report:
-    """A page (`.html`) or Markdown (`.md`) at `path`.
+    """A page (`.html`) or Markdown (`.md`) at `path`; figures that others have published get a page beside it.
 
     Raises ReportError for another suffix or a missing library, RowFileError where the path cannot be written.
     """
@@ -45,9 +45,13 @@ class Report:
         if self.path.suffix == ".md":
             text = markdown(runs, self._most)
         else:
-            from shardmark.report.page import page  # imports what draws, which takes half a second
+            from shardmark.report.page import page, published_page  # import what draws, which takes half a second
 
-            text = page(runs)
+            beside = self.path.with_name(f"{self.path.stem}-published.html")
+            published = published_page(runs[-1], self.path.name)
+            text = page(runs, beside.name if published else None)
+            if published:
+                beside.write_text(published, encoding="utf-8")
         self._file.replace(text)
         self.written, self.outcome = True, str(self.path)
 

@@ -3,7 +3,9 @@
     @pytest.mark.question("What does a nap cost?", plots=[Lines("Time by length", x="case.length", y="stats.median")])
 
 A plot names where its figures are: "stats.median" in an entry of pytest-benchmark, "case.seq" in its row. It draws the
-rows that have them. Time and peak, the step's parts, and memory by kind and by stage are drawn without declaration.
+rows that have them. The page shows a question's first plot, and the others on demand. Times beside the peer's, peak
+memory, the step's parts, and memory by kind and by stage are drawn without declaration, after the declared ones; a
+question that one of them answers names it first: `plots=[MEMORY]`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Lines:
 
 @dataclass(frozen=True)
 class Points:
-    """A point for each row's figures, and hollow ones for figures that others have published, on their hardware.
+    """A point for each row's figures, and hollow ones for figures that others have published, on their hardware: on a
+    page of their own.
 
     `ours` maps a metric's name to where it is in a row; the published ones are of the same metrics.
     """
@@ -69,8 +72,25 @@ class Published:
     value: float
 
 
-Plot = Lines | Points
-KINDS: dict[str, type[Plot]] = {kind.__name__: kind for kind in (Lines, Points)}
+AUTOMATIC = ("times", "memory", "parts", "kernels", "streams", "kinds", "stages")
+"""Plots that are drawn without declaration, in this order."""
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """One of `AUTOMATIC`, in the place where a question names it. Raises ValueError for another name."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in AUTOMATIC:
+            raise ValueError(f"no plot is called {self.name!r}, only {', '.join(AUTOMATIC)}")
+
+
+TIMES, MEMORY, TIME_BY_PART, TIME_BY_KERNEL, STREAMS, MEMORY_BY_KIND, MEMORY_BY_STAGE = map(Automatic, AUTOMATIC)
+
+Plot = Lines | Points | Automatic
+KINDS: dict[str, type[Plot]] = {kind.__name__: kind for kind in (Lines, Points, Automatic)}
 
 
 def saved(plot: Plot) -> dict[str, Any]:
@@ -125,11 +145,11 @@ def apart(names: Iterable[str]) -> list[str]:
 
 def labels(entries: Sequence[Entry]) -> list[str]:
     """A name for each entry: its implementation, and the parts of its case and ranks that not all entries share."""
-    tokens = [_tokens(entry) for entry in entries]
+    parts = [tokens(entry) for entry in entries]
     ranks = {entry["extra_info"]["world_size"] for entry in entries}
-    shared = set.intersection(*map(set, tokens)) if tokens else set()
+    shared = set.intersection(*map(set, parts)) if parts else set()
     found = []
-    for entry, each in zip(entries, tokens, strict=True):
+    for entry, each in zip(entries, parts, strict=True):
         row = entry["extra_info"]
         own = [token for token in each if token not in shared]
         own += [f"{row['world_size']} ranks"] if len(ranks) > 1 else []
@@ -142,17 +162,17 @@ def line_names(entries: Sequence[Entry], *same: str) -> list[str]:
     groups: dict[tuple[Any, ...], list[set[Any]]] = {}
     for entry in entries:
         where = entry["extra_info"]["implementation"], *(str(figure(entry, each)) for each in same)
-        groups.setdefault(where, []).append(set(_tokens(entry)))
+        groups.setdefault(where, []).append(set(tokens(entry)))
     different = {token for each in groups.values() for token in set.union(*each) - set.intersection(*each)}
     names = [
-        " ".join([entry["extra_info"]["implementation"], *(each for each in _tokens(entry) if each in different)])
+        " ".join([entry["extra_info"]["implementation"], *(each for each in tokens(entry) if each in different)])
         for entry in entries
     ]
     short = dict(zip(dict.fromkeys(names), apart(dict.fromkeys(names)), strict=True))
     return [short[name] for name in names]
 
 
-def _tokens(entry: Entry) -> list[str]:
+def tokens(entry: Entry) -> list[str]:
     """The parts of the case's id, without the implementation's name, which some ids contain."""
     row = entry["extra_info"]
     return [token for token in row["case"]["id"].split("-") if token != row["implementation"]]

@@ -96,7 +96,7 @@ def same_case(entry: Entry) -> str:
     row = entry["extra_info"]
     case = {name: value for name, value in row["case"].items() if value != row["implementation"]}
     if len(case) < len(row["case"]):
-        del case["id"]
+        case.pop("id", None)
     return json.dumps([case, row["world_size"]], sort_keys=True)
 
 

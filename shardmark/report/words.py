@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from shardmark.report.ranking import Fastest, Span, implementation, of_peer, who
@@ -9,6 +10,7 @@ from shardmark.rows.columns import Entry
 from shardmark.text import mib
 
 OPEN = "which is faster is undecided"
+NO_INTERVAL = "the ratio of their times has no interval"
 
 
 def called(entry: Entry) -> str:
@@ -49,9 +51,15 @@ def share(ratio: float, what: str) -> str:
 
 
 def beside(ratio: Span, peer: str) -> str:
-    """As in "0.73 of the time of eager attention"; says so if the span includes 1."""
-    text = f"{share(ratio.mid, 'time')} of {peer}"
-    return text if ratio.is_decided else f"{text}; {OPEN}"
+    """As in "0.73 of the time of eager attention"."""
+    return with_doubt(f"{share(ratio.mid, 'time')} of {peer}", ratio)
+
+
+def with_doubt(text: str, ratio: Span) -> str:
+    """The text, and why its ratio of two times decides nothing where it does not."""
+    if ratio.is_decided:
+        return text
+    return f"{text}; {OPEN if ratio.high < math.inf else NO_INTERVAL}"
 
 
 def first_place(first: Fastest) -> str:
@@ -74,7 +82,7 @@ def is_fastest(first: Fastest, case: Sequence[Entry]) -> str:
         return (
             f"{first_place(first)}: {name} takes {took}{'' if first.slower else ', and the intervals of all overlap'}"
         )
-    return f"{name} is fastest with {took}" if is_decided else f"{name} takes {took}; {OPEN}"
+    return f"{name} is fastest with {took}" if is_decided else with_doubt(f"{name} takes {took}", first.time)
 
 
 def sentence(place: str, text: str) -> str:

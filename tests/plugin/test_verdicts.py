@@ -27,8 +27,8 @@ def test_rounds_are_added_while_a_time_budget_is_undecided_and_then_so_is_the_te
     assert result.ret == 0
     assert row_of(output, "torn")["verdict"] == "undecided"
     assert output["benchmarks"][0]["stats"]["rounds"] > 2 * fewest_rounds(confidence(1))
-    line = "  torn 0.005s *x plain's time, * interval *, against the budget of 2.0x *"
-    result.stdout.fnmatch_lines(["undecided: 1", line, "*1 undecided*"])
+    result.stdout.fnmatch_lines(["undecided: torn 0.005s: *x plain's time, *", "*1 undecided*"])
+    assert "against the budget of 2.0x" in " ".join(result.stdout.str().split())
 
 
 def test_goals_are_reported_and_fail_nothing(project: pytest.Pytester) -> None:

@@ -37,13 +37,19 @@ def test_those_whose_intervals_overlap_share_the_first_place() -> None:
     assert answered([PEER, QUICK, ALIKE, third], fastest) == f"Quick or one of 2 others is fastest: {took}."
 
 
-@pytest.mark.parametrize("ends", [(0.6, 1.1), (0.0, 0.0)], ids=["around_1", "of_too_few_rounds"])
-def test_a_ratio_that_may_be_1_is_undecided(ends: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        pytest.param((0.6, 1.1), "which is faster is undecided", id="around_1"),
+        pytest.param((0.0, 0.0), "the ratio of their times has no interval", id="of_too_few_rounds"),
+    ],
+)
+def test_a_ratio_that_may_be_1_is_undecided(ends: tuple[float, float], why: str) -> None:
     open_ratio = entry("quick", 0.8, ("eager", ends[0], 0.8, ends[1]), error=0.1)
     took = "quick takes 0.80 of the time of eager"
     beside = f"Which is fastest is undecided: {took}, and the intervals of all overlap."
     assert answered([PEER, open_ratio], fastest) == beside
-    assert answered([open_ratio], fastest) == f"{took.capitalize()}; which is faster is undecided."
+    assert answered([open_ratio], fastest) == f"{took.capitalize()}; {why}."
 
 
 def test_a_ratio_of_too_few_rounds_does_not_take_the_first_place_of_one_that_is_known() -> None:

@@ -40,7 +40,7 @@ def asking(question: str, *entries: Entry) -> list[Entry]:
         (0.5, (0.45, 0.55), 97, "Quick takes 0.50 of the time of eager, in about the same memory."),
         (1.5, (1.4, 1.6), 30, "Quick takes 1.50 times the time and 0.30 of the memory of eager."),
         (0.9, (0.8, 1.1), 30, "Quick takes 0.30 of the memory of eager; which is faster is undecided."),
-        (0.9, None, 30, "Quick takes 0.30 of the memory of eager; which is faster is undecided."),
+        (0.9, None, 30, "Quick takes 0.30 of the memory of eager; the ratio of their times has no interval."),
         (0.97, (0.96, 0.98), 30, "Quick takes 0.30 of the memory of eager, in about the same time."),
         (0.97, (0.96, 0.98), 100, None),
         (0.9, (0.8, 1.1), 97, None),
@@ -76,7 +76,7 @@ def test_the_peer_may_have_no_row() -> None:
 def test_what_was_not_raced_is_compared_in_memory_alone() -> None:
     """Beside the largest, and without a word on which is faster."""
     (said,) = sentences(entry("ddp", 1.0, tensors=100 * MIB), entry("fsdp", 0.9, tensors=40 * MIB))
-    assert said == "Fsdp takes 0.40 of the memory of ddp; their times were not raced."
+    assert said == "Fsdp takes 0.40 of the memory of ddp; the ratio of their times has no interval."
 
 
 def test_each_question_has_one_and_each_family_one_before_any_second() -> None:

@@ -139,7 +139,11 @@ def test_noise_leaves_a_row_undecided(planted: pytest.Pytester, old: Path) -> No
     result = run(planted, *OLD, "-v", a=figures(noise=[0.8, 1.3] * 20), b=figures())
     assert result.parseoutcomes() == {"passed": 1, "undecided": 1} and result.ret == 0
     result.stdout.fnmatch_lines(
-        ["  mine a  1.02?x theirs's time, *, against 1.005x in old.json, *", "time: 2 rows compared, 1 undecided"]
+        [
+            "undecided: mine a: 1.02?x theirs's time, *",
+            "*1.005x in old.json, *",
+            "time: 2 rows compared, 1 undecided",
+        ]
     )
 
 

@@ -13,7 +13,7 @@ from perf.schema import complaints
 from shardmark.report.markdown import markdown
 from shardmark.rows.reader import LISTS, read_run
 from studies import record
-from studies.record import DOCUMENTS, README_MACHINE, RECORDS, ROOT, compacted, main, merged, with_figures
+from studies.record import DOCUMENTS, README_MACHINE, RECORDS, ROOT, compacted, main, merged, with_findings
 from tests.support.entries import entry, timed
 
 
@@ -88,9 +88,9 @@ def test_each_document_says_what_its_record_has(path: Path) -> None:
     assert "node" not in run["machine_info"] and "commit_info" not in run
 
 
-def test_readmes_figures_are_those_of_its_record() -> None:
+def test_readmes_findings_are_those_of_its_record() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert with_figures(text, read_run(RECORDS / f"{README_MACHINE}.json.gz")) == text
+    assert with_findings(text, read_run(RECORDS / f"{README_MACHINE}.json.gz")) == text
 
 
 def test_readme_is_read_in_one_sitting() -> None:
@@ -110,9 +110,21 @@ def test_the_row_that_is_explained_is_as_the_schema_says() -> None:
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_links_lead_somewhere(document: Path) -> None:
+    assert [path for path in linked(document) if not path.exists()] == []
+
+
+def linked(document: Path) -> list[Path]:
+    """The files that a document links to."""
     text = document.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, flags=re.M)
-    assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+    return [(document.parent / link).resolve() for link in links if "://" not in link]
+
+
+def test_each_page_can_be_reached_from_readme() -> None:
+    reached = [ROOT / "README.md"]
+    for page in reached:  # which grows
+        reached += [path for path in linked(page) if path.suffix == ".md" and path not in reached]
+    assert sorted(set(DOCUMENTS.glob("*.md")) - set(reached)) == []
 
 
 def test_each_document_has_a_record() -> None:

@@ -1,22 +1,28 @@
-"""The page: one file that loads nothing, in light and dark, at any width; JavaScript only sorts and filters."""
+"""The page: one file that loads nothing, in light and dark, at any width, on paper; a second one for published figures.
+
+JavaScript sorts and filters, shows figures on hover, and writes downloads; without it all else is there.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
-from itertools import count, groupby
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from shardmark.report.changes import changes
+from shardmark.report.findings import findings, undecided, verdict
 from shardmark.report.outcomes import first_line
-from shardmark.report.page.figure import Figure
+from shardmark.report.page.beside import beside, is_predicted
+from shardmark.report.page.figure import Anchors, Bars, Dots, Figure
+from shardmark.report.page.history import HEIGHT, WIDTH, history
 from shardmark.report.page.predicted import COLUMNS, strategies
-from shardmark.report.page.section import Section, Table, as_link, section
-from shardmark.report.page.two_runs import beside, is_predicted, ratios
+from shardmark.report.page.published import published
+from shardmark.report.page.section import Section, section
 from shardmark.report.page.vega import draw
-from shardmark.report.questions import OTHERS, Questions
+from shardmark.report.questions import OTHERS
 from shardmark.report.summary import Summary
 from shardmark.report.tables import case, question, together
 from shardmark.rows.columns import Entry
@@ -24,56 +30,97 @@ from shardmark.rows.reader import entries_of, of_this_version
 from shardmark.text import printable
 
 FOLDER = Path(__file__).parent
-HALF = 690
-"""Pixels: a wider plot gets the full width of the page, or its text would be too small."""
+
+Runs = Sequence[tuple[str, Entry]]
+"""(file name, run) of each."""
 
 
-def page(runs: Sequence[tuple[str, Entry]]) -> str:
-    """The page of the last of these (file name, run) pairs, and what changed since each of the others.
+def page(runs: Runs, other: str | None = None) -> str:
+    """The page of the last of these runs, what changed since each of the others, and each figure's history.
 
-    Raises RunFileError, in one line, where a run was written by another version of this suite.
+    `other` is the name of the file with `published_page`, to which it links. Raises RunFileError, in one line, where a
+    run was written by another version of this suite.
     """
+    named = [(printable(name), _clean(run)) for name, run in runs]
+    name, last = named[-1]
+    alike = [(each, run) for each, run in named[:-1] if is_predicted(run) == is_predicted(last)]
+    compared = [of_this_version(changes, each, run, last, each) for each, run in alike]
+    steps = [
+        of_this_version(changes, before, older, newer, before)
+        for (before, older), (_, newer) in pairwise([*alike, (name, last)])
+    ]
+    predictions = [
+        (each, of_this_version(beside, each, *((run, last) if is_predicted(run) else (last, run))))
+        for each, run in named[:-1]
+        if (each, run) not in alike
+    ]
+    anchors = Anchors()
+    summary: Summary = of_this_version(Summary.of, name, last)
+    sections = of_this_version(_sections, name, last, anchors)
+    answers = _answers(summary)
+    places = {each.title: each.anchor for each in sections}
+    return _rendered(
+        "page.html",
+        runs=[each for each, _ in named],
+        machines=[(each, _machine(run)) for each, run in named],
+        name=name,
+        other=other,
+        published=[text for text, _ in published(last)] if other else [],
+        summary=summary,
+        verdict=verdict(summary),
+        findings=findings(summary),
+        undecided=undecided(summary),
+        places=places,
+        answers=answers,
+        derived=[(text or OTHERS, lines) for text, lines in summary.questions.derivations(summary.entries)],
+        first_line=first_line,
+        compared=compared,
+        history=of_this_version(history, name, [*alike, (name, last)], steps) if alike else [],
+        small_size=(WIDTH, HEIGHT),
+        predictions=predictions,
+        fits=of_this_version(strategies, name, last["benchmarks"]),
+        fits_columns=COLUMNS,
+        sections=sections,
+        anchors=anchors,
+    )
+
+
+def published_page(run: tuple[str, Entry], other: str) -> str | None:
+    """The page of figures that others have published, beside this run's; None where the run's questions name none.
+
+    `other` is the name of the file with the run's own page.
+    """
+    name, clean = printable(run[0]), _clean(run[1])
+    found = of_this_version(lambda each: list(published(each)), name, clean)
+    return _rendered("published.html", name=name, other=other, found=found, anchors=Anchors()) if found else None
+
+
+def _rendered(template: str, **values: Any) -> str:
     from jinja2 import Environment, FileSystemLoader  # comes with torch; only a page needs it
     from markupsafe import Markup
 
-    named = [(printable(name), _clean(run)) for name, run in runs]
-    last = named[-1][1]
-    alike = [(name, run) for name, run in named[:-1] if is_predicted(run) == is_predicted(last)]
-    compared = [of_this_version(changes, name, run, last, name) for name, run in alike]
-    predictions = [
-        (name, of_this_version(beside, name, *((run, last) if is_predicted(run) else (last, run))))
-        for name, run in named[:-1]
-        if (name, run) not in alike
-    ]
-    sections = of_this_version(_sections, *named[-1])
-    summary: Summary = of_this_version(Summary.of, *named[-1])
-    numbers = count()
-
-    def svg(figure: Figure) -> dict[str, Any]:
-        drawn, width = draw(figure.chart, f"plot-{next(numbers)}", figure.title, _described(figure), figure.names)
-        return {"svg": Markup(drawn), "whole": width > HALF}
+    def svg(figure: Figure, anchor: str) -> list[dict[str, Any]]:
+        """Each panel as {heading, svg}."""
+        return [
+            {
+                "heading": heading,
+                "svg": Markup(
+                    draw(panel, f"{anchor}.{place}", _title(figure, heading), _described(figure), figure.names)
+                ),
+            }
+            for place, (heading, panel) in enumerate(figure.panels)
+        ]
 
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    text = environment.get_template("page.html").render(
-        machines=[(name, _machine(run)) for name, run in named],
-        name=named[-1][0],
-        summary=summary,
-        answers=_answers(summary),
-        asked=[each.title for each in sections],
-        first_line=first_line,
-        compared=[(each, ratios(each)) for each in compared],
-        predictions=predictions,
-        fits=of_this_version(strategies, named[-1][0], last["benchmarks"]),
-        fits_columns=COLUMNS,
-        sections=sections,
-        svg=svg,
-        as_link=as_link,
-        style=Markup((FOLDER / "page.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-    )
-    return text.encode("utf-8", "backslashreplace").decode()
+    environment.tests |= {"dots": lambda plot: isinstance(plot, Dots), "bars": lambda plot: isinstance(plot, Bars)}
+    environment.globals |= {
+        "svg": svg,
+        "style": Markup((FOLDER / "page.css").read_text(encoding="utf-8")),
+        "script": Markup(script),
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    }
+    return environment.get_template(template).render(**values).encode("utf-8", "backslashreplace").decode()
 
 
 def _clean(value: Any) -> Any:
@@ -89,16 +136,14 @@ def _clean(value: Any) -> Any:
     return value
 
 
-def _sections(run: Entry) -> list[Section]:
-    """One section for each question with rows, in the order of the run; then one for each derived answer."""
-    questions = {each["text"]: each for each in run.get("questions", [])}
+def _sections(run: Entry, anchors: Anchors) -> list[Section]:
+    """One section for each question with rows, in the order of the run."""
+    questions: Mapping[str | None, Any] = {each["text"]: each for each in run.get("questions", [])}
     device_bytes = run["machine_info"].get("device_bytes")
-    measured = [
-        section(text or OTHERS, together(list(entries), case), questions.get(text, {}), device_bytes)
+    return [
+        section(text, together(list(entries), case), questions.get(text, {}), device_bytes, anchors)
         for text, entries in groupby(together(entries_of(run), question), key=question)
     ]
-    derived = Questions.of(questions.values()).derivations(entries_of(run))
-    return measured + [Section(text or OTHERS, [], [], Table([], []), lines) for text, lines in derived]
 
 
 def _machine(run: Entry) -> list[tuple[str, str]]:
@@ -128,6 +173,10 @@ def _answers(summary: Summary) -> dict[str, str]:
     """The answer to each question, by its text."""
     answers = summary.questions.answers(summary.entries, summary.outcomes)
     return {text or OTHERS: said for text, _, said in answers}
+
+
+def _title(figure: Figure, heading: str) -> str:
+    return f"{figure.title}: {heading}" if heading else figure.title
 
 
 def _described(figure: Figure) -> str:

@@ -1,161 +1,189 @@
-"""Bars, a row each: time and peak side by side, and where the step's time goes."""
+"""Stacked bars, a row each: memory by kind beside its budget, after each stage, and where the step's time goes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import altair as alt
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardmark.meter.kernels import CATEGORIES
-from shardmark.report.page.figure import Cell, Figure, first, in_unit, shown_as, titled
-from shardmark.report.page.vega import INK, SERIES, Chart, chart, color, names_axis, room, stand_ins
+from shardmark.meter.timeline import KINDS, WORKSPACE
+from shardmark.report.page.figure import Bar, Bars, by_case, cell, first, tip
 from shardmark.report.plots import finite, labels, number
 from shardmark.rows.columns import Entry
 from shardmark.rows.row import figure
+from shardmark.text import mib, ms
 
 PARTS = ("forward", "backward", "communication", "optimizer")
 """Parts of a step that are drawn; a test may time others."""
 
-_TENSORS, _WORKSPACE, _FORMULA = "tensors", "workspace", "formula of the tensors"
-_WIDTH, _HEIGHT, _BAR = 200, alt.Step(20), 13
+TENSORS = "tensors"
+_COLOURS = {TENSORS: 1, **{kind: place for place, kind in enumerate(KINDS)}}
+_HELD = {"live": "allocated", "reserved": "reserved"}
+"""Key in a row's stages, and PyTorch's word for it."""
+ALIKE = 0.001
+"""Relative difference up to which the kinds at a step's peak add up to its tensors."""
+
+OWN_SCALE = "Each case has a scale of its own."
 
 
-def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
-    """Step time and peak of each row as paired bars, with the formula of the peak; None for fewer than two rows.
-
-    A row without times has no time bar.
-    """
-    shown = [each for each in entries if number(each, "stats.median") is not None or figure(each, "memory.tensors")]
-    if len(shown) < 2:
+def memory(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Bars | None:
+    """Each row's peak by kind where the row has kinds, otherwise tensors and workspace; None for fewer than two."""
+    found = [entry for entry in entries if number(entry, "memory.tensors")]
+    if len(found) < 2:
         return None
-    notes: list[str] = []
-    columns = ["row", "step time ms", "q1 ms", "q3 ms", "tensors MiB", "workspace MiB", "formula MiB"]
-    rows: list[list[Cell]] = []
-    for label, entry in zip(labels(shown), first(shown, notes), strict=False):
-        memory = entry["extra_info"]["memory"]
-        times = (in_unit(number(entry, f"stats.{name}"), "s") for name in ("median", "q1", "q3"))
-        nbytes = (in_unit(finite(memory.get(name)), "B") for name in ("tensors", "workspace", "formula"))
-        rows.append([label, *times, *nbytes])
-    names = [str(row[0]) for row in rows]
-    numbers = [shown_as(each) for row in rows for each in (row[1], _sum(row)) if each is not None]
-    shorts = stand_ins(dict.fromkeys([*names, *numbers]))
-    panels = []
-    if any(row[1] is not None for row in rows):
-        panels.append(_time(rows, shorts, room(names)))
-        notes.append("Time: the median of the rounds, with the quartiles; the times of a case are those of its pairs.")
-    if any(row[4] is not None for row in rows):
-        panels.append(_peak(rows, shorts, None if panels else room(names)))
-    beside = room(numbers)  # of the bars, which may end where their panel does
-    padding = {"left": 5, "top": 5, "bottom": 5, "right": beside}
-    both = alt.hconcat(*panels, spacing=beside, padding=padding)
-    return Figure("Step time and peak memory", both, columns, rows, notes, list(shorts))
+    notes = [f"Tensors of their budget; workspace is the processor's and has none. {OWN_SCALE}"]
+    shown = first(found, notes)
+    amounts = {id(entry): _at_peak(entry) for entry in shown}
+    kinds = [kind for kind in (TENSORS, *KINDS) if any(kind in each for each in amounts.values())]
+    numbers = {kind: _COLOURS[kind] for kind in kinds}
+    groups = []
+    for heading, named in by_case(shown):
+        same = [entry for _, entry in named]
+        budgets = [number(entry, "memory.budget") or 0.0 for entry in same]
+        longest = max(*budgets, *(sum(amounts[id(entry)].values()) for entry in same))
+        ordered = sorted(named, key=lambda each: sum(amounts[id(each[1])].values()))
+        bars = [_memory_bar(name, entry, amounts[id(entry)], numbers, longest, anchors) for name, entry in ordered]
+        groups.append((heading, bars))
+    return Bars("Peak memory", [(numbers[kind], kind) for kind in kinds], groups, "budget", notes)
 
 
-def time_by_part(entries: Sequence[Entry]) -> Figure | None:
+def _at_peak(entry: Entry) -> dict[str, float]:
+    """Bytes by kind at the step's peak, if they add up to its tensors, otherwise the tensors; and the workspace."""
+    tensors, workspace = number(entry, "memory.tensors") or 0.0, number(entry, "memory.workspace") or 0.0
+    moments = figure(entry, "memory.curve") or [{}]
+    peak = max(moments, key=lambda moment: sum(moment.values()))
+    kinds = {kind: float(peak[kind]) for kind in KINDS if kind != WORKSPACE and peak.get(kind)}
+    if abs(sum(kinds.values()) - tensors) > ALIKE * tensors:
+        kinds = {TENSORS: tensors}
+    return kinds | ({WORKSPACE: workspace} if workspace else {})
+
+
+def _memory_bar(
+    name: str,
+    entry: Entry,
+    amounts: Mapping[str, float],
+    numbers: Mapping[str, int],
+    longest: float,
+    anchors: Mapping[str, str],
+) -> Bar:
+    budget = number(entry, "memory.budget")
+    text = " of ".join(filter(None, [cell("tensors MiB", entry), cell("budget MiB", entry)])) + " MiB"
+    by_kind = "".join(f" | {kind} {mib(nbytes)}" for kind, nbytes in amounts.items() if kind != TENSORS)
+    return Bar(
+        name,
+        anchors[entry["fullname"]],
+        [(numbers[kind], _percent(nbytes, longest)) for kind, nbytes in amounts.items()],
+        None if budget is None else _percent(budget, longest),
+        text,
+        tip(entry) + by_kind,
+    )
+
+
+def after_stages(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Iterator[Bars]:
+    """Memory allocated, and on CUDA reserved, after each stage of making a model, with the formula as a tick."""
+    notes = ["On the rank that holds most, after each stage. One scale for all stages."]
+    shown = first([entry for entry in entries if figure(entry, "memory.stages")], notes)
+    stages = dict.fromkeys(name for each in shown for name in figure(each, "memory.stages"))
+    named = [*zip(labels(shown), shown, strict=True)]
+    for key, word in _HELD.items():
+        held = {
+            name: [
+                (label, entry, nbytes)
+                for label, entry in named
+                if (nbytes := number(entry, f"memory.stages.{name}.{key}")) is not None
+            ]
+            for name in stages
+        }
+        longest = max((nbytes for rows in held.values() for *_, nbytes in rows), default=0.0)
+        if not longest:
+            continue
+        groups = [
+            (
+                name.replace("_", " "),
+                [_stage_bar(*row, longest, name if key == "live" else None, anchors) for row in rows],
+            )
+            for name, rows in held.items()
+            if rows
+        ]
+        tick = "formula" if any(bar.tick is not None for _, bars in groups for bar in bars) else ""
+        yield Bars(f"Memory {word} after each stage", [(1, word)], groups, tick, notes)
+
+
+def _stage_bar(
+    label: str, entry: Entry, nbytes: float, longest: float, with_formula: str | None, anchors: Mapping[str, str]
+) -> Bar:
+    formula = number(entry, f"memory.stages.{with_formula}.formula") if with_formula else None
+    text = f"{mib(nbytes)} MiB"
+    tick = None if formula is None else _percent(formula, longest)
+    said = f"{text}" if formula is None else f"{text} | formula {mib(formula)} MiB"
+    return Bar(label, anchors[entry["fullname"]], [(1, _percent(nbytes, longest))], tick, text, f"{label} | {said}")
+
+
+def time_by_part(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Bars | None:
     """Each step's time divided into its parts; None if no row has more than one part."""
-    shown = [each for each in entries if len(set(PARTS) & _parts(each).keys()) > 1]
-    notes: list[str] = ["The mean of each part over rounds and ranks; communication is what the step waits for."]
-    amounts = [
-        (label, [(part, in_unit(finite(_parts(entry).get(part)), "s")) for part in PARTS])
-        for label, entry in zip(labels(shown), first(shown, notes), strict=False)
+    notes = ["Mean of each part over rounds and ranks; communication is what the step waits for.", OWN_SCALE]
+    shown = first([each for each in entries if len(set(PARTS) & _parts(each).keys()) > 1], notes)
+    groups = [
+        (
+            heading,
+            [(name, entry, {part: finite(_parts(entry).get(part)) or 0.0 for part in PARTS}) for name, entry in named],
+        )
+        for heading, named in by_case(shown)
     ]
-    return _stacked("Where the step's time goes", "s", PARTS, amounts, notes) if shown else None
+    return _times("Where the step's time goes", PARTS, groups, notes, anchors) if shown else None
 
 
-def time_by_kernel(entries: Sequence[Entry]) -> Figure | None:
+def time_by_kernel(entries: Sequence[Entry], anchors: Mapping[str, str]) -> Bars | None:
     """Time of each phase of a step by kind of kernel; None if no row was profiled."""
-    shown = [each for each in entries if isinstance(figure(each, "kernels.phases"), dict)]
-    notes: list[str] = ["One step under the profiler, which slows the host: read the shares, not the times."]
-    amounts = [
-        (f"{label} {phase}", [(kind, in_unit(finite(found["categories"].get(kind)), "s")) for kind in CATEGORIES])
+    notes = ["One step under the profiler, which slows the host: read the shares, not the times.", OWN_SCALE]
+    shown = first([each for each in entries if isinstance(figure(each, "kernels.phases"), dict)], notes)
+    groups = [
+        (
+            label,
+            [
+                (phase, entry, {kind: finite(found["categories"].get(kind)) or 0.0 for kind in CATEGORIES})
+                for phase, found in figure(entry, "kernels.phases").items()
+            ],
+        )
         for label, entry in zip(labels(shown), shown, strict=True)
-        for phase, found in figure(entry, "kernels.phases").items()
     ]
-    return _stacked("What kernels the time goes to", "s", CATEGORIES, amounts, notes) if shown else None
+    return _times("Kernels that the time goes to", CATEGORIES, groups, notes, anchors) if shown else None
+
+
+Timed = tuple[str, Entry, Mapping[str, float]]
+"""(name, entry, seconds by kind) of a bar."""
+
+
+def _times(
+    title: str,
+    kinds: Sequence[str],
+    groups: Sequence[tuple[str, Sequence[Timed]]],
+    notes: Sequence[str],
+    anchors: Mapping[str, str],
+) -> Bars:
+    shown = []
+    for heading, rows in groups:
+        longest = max(sum(seconds.values()) for *_, seconds in rows)
+        bars = []
+        for name, entry, seconds in rows:
+            said = " | ".join(f"{kind} {ms(each)} ms" for kind, each in seconds.items() if each)
+            shares = ", ".join(f"{kind} {100 * each / sum(seconds.values()):.0f}%" for kind, each in _largest(seconds))
+            parts = [(kinds.index(kind), _percent(each, longest)) for kind, each in seconds.items() if each]
+            bars.append(
+                Bar(name, anchors[entry["fullname"]], parts, None, shares, f"{heading} {name} | {said}".strip())
+            )
+        shown.append((heading, bars))
+    present = [kind for kind in kinds if any(seconds[kind] for _, rows in groups for *_, seconds in rows)]
+    return Bars(title, [(kinds.index(kind), kind) for kind in present], shown, "", notes)
+
+
+def _largest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The two largest parts."""
+    return sorted(((kind, each) for kind, each in seconds.items() if each), key=lambda part: -part[1])[:2]
 
 
 def _parts(entry: Entry) -> Entry:
     return found if isinstance(found := figure(entry, "time.parts"), dict) else {}
 
 
-def _time(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: float) -> Chart:
-    data = [
-        {"name": shorts[str(name)], "median": median, "low": low, "high": high, "number": shorts[shown_as(median)]}
-        for name, median, low, high, *_ in rows
-        if median is not None
-    ]
-    base = chart(data).encode(names_axis("name", [shorts[str(row[0])] for row in rows], width, domain=False))
-    bars = base.mark_bar(height=_BAR, color=SERIES[0]).encode(
-        alt.X("median:Q", axis=alt.Axis(title=titled("step time", "s"), tickCount=4))
-    )
-    spreads = base.mark_rule().encode(alt.X("low:Q"), alt.X2("high"))
-    return alt.layer(bars, spreads, _number(base, "high")).properties(width=_WIDTH, height=_HEIGHT)
-
-
-def _peak(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: float | None) -> Chart:
-    data = [
-        {"name": shorts[str(name)], "part": part, "MiB": amount}
-        for name, _, _, _, tensors, workspace, _ in rows
-        for part, amount in ((_TENSORS, tensors), (_WORKSPACE, workspace))
-    ]
-    sums = [
-        {
-            "name": shorts[str(row[0])],
-            "MiB": formula,
-            "number": shorts[shown_as(peak)],
-            "end": max(peak, formula or 0.0),
-        }
-        for row in rows
-        for formula, peak in [(row[6], _sum(row))]
-        if peak is not None and not isinstance(formula, str)
-    ]
-    y = names_axis("name", [shorts[str(row[0])] for row in rows], width, domain=False)
-    kinds = color("part", [_TENSORS, _WORKSPACE, _FORMULA], [SERIES[1], SERIES[2], INK], columns=3, symbolType="square")
-    axis = alt.Axis(title=titled("peak memory", "B"), tickCount=4)
-    bars = chart(data).mark_bar(height=_BAR).encode(y, kinds, alt.X("MiB:Q", axis=axis), alt.Order("part:N"))
-    base = chart(sums).encode(y)
-    formulas = base.mark_tick(thickness=2, height=19).encode(alt.X("MiB:Q"), alt.ColorDatum(_FORMULA))
-    return alt.layer(bars, formulas, _number(base, "end")).properties(width=_WIDTH, height=_HEIGHT)
-
-
-def _number(base: alt.Chart, end: str) -> alt.Chart:
-    """The bar's figure, right of its end."""
-    return base.mark_text(align="left", dx=5).encode(alt.X(f"{end}:Q"), alt.Text("number:N"))
-
-
-def _sum(row: Sequence[Cell]) -> float | None:
-    """The peak in MiB: tensors plus workspace."""
-    tensors, workspace = row[4:6]
-    return tensors + (workspace if isinstance(workspace, float) else 0.0) if isinstance(tensors, float) else None
-
-
-def _stacked(
-    title: str,
-    unit: str,
-    parts: Sequence[str],
-    amounts: Sequence[tuple[str, Sequence[tuple[str, float | None]]]],
-    notes: Sequence[str],
-) -> Figure:
-    """A bar for each name, stacked from its parts."""
-    rows: list[list[Cell]] = [[name, *(amount for _, amount in each)] for name, each in amounts]
-    names = [name for name, _ in amounts]
-    shorts = stand_ins(names)
-    data = [
-        {"name": shorts[str(row[0])], "part": part, "order": place, "amount": amount}
-        for row in rows
-        for place, (part, amount) in enumerate(zip(parts, row[1:], strict=True))
-        if amount is not None
-    ]
-    present = [part for part in parts if any(each["part"] == part for each in data)]
-    bars = (
-        chart(data)
-        .mark_bar(height=_BAR)
-        .encode(
-            names_axis("name", list(shorts.values()), room(names), domain=False),
-            alt.X("amount:Q", axis=alt.Axis(title=titled("time", unit), tickCount=6)),
-            color("part", present, [SERIES[parts.index(part)] for part in present], symbolType="square"),
-            alt.Order("order:Q"),
-        )
-    )
-    sized = bars.properties(width=2 * _WIDTH, height=_HEIGHT)
-    return Figure(title, sized, ["row", *(f"{part} ms" for part in parts)], rows, notes, names)
+def _percent(amount: float, longest: float) -> float:
+    return round(100 * amount / longest, 3) if longest else 0.0

@@ -1,36 +1,29 @@
-"""Lines over a case's size, beside the hardware's limit or a model's curve; and published figures beside ours."""
+"""Lines over a case's size, labelled at their ends, beside the hardware's limit or a model's curve."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
 
-from shardmark.report.page.figure import MOST_LINES, Absent, Cell, Drawn, Figure, first, in_unit, titled
-from shardmark.report.page.vega import (
-    DASH,
-    INK,
-    SERIES,
-    Chart,
-    chart,
-    color,
-    log_ticks,
-    names_axis,
-    room,
-    series,
-    stand_ins,
-)
-from shardmark.report.plots import Lines, Points, apart, finite, labels, line_names, number
+from shardmark.report.page.figure import MOST_LINES, Absent, Cell, Drawn, Figure, in_unit, shown_as, ticks, titled
+from shardmark.report.page.vega import DASH, INK, Chart, chart, series
+from shardmark.report.plots import UNITS, Lines, finite, line_names, number
 from shardmark.rows.columns import Entry
 from shardmark.rows.row import figure
+from shardmark.text import cut
 
-_WIDTH, _HEIGHT = 560, 280
-_HERE = "this run"
+_WIDTH, _HEIGHT, _LABEL = 300, 230, 14
+"""Pixels of a panel, and of a label's line."""
+NEAR = 3
+"""Pixels within which two lines coincide."""
 _FORMAT = ",.6~r"
-_LEGEND = alt.Legend(title=None, symbolStrokeWidth=2)
+
+Record = dict[str, Any]
 
 
 def lines(plot: Lines, entries: Sequence[Entry]) -> Drawn:
@@ -40,27 +33,34 @@ def lines(plot: Lines, entries: Sequence[Entry]) -> Drawn:
         data += [each for entry in entries for each in _curve(plot, entry)]
     data = [each for each in data if each["y"] is not None and each["x"] > 0 and (each["y"] > 0 or not plot.log_y)]
     sizes = dict.fromkeys((each["panel"], each["x"]) for each in data)
-    of_several = [panel for panel, times in Counter(panel for panel, _ in sizes).items() if times > 1]
+    of_several = [panel for panel, count in Counter(panel for panel, _ in sizes).items() if count > 1]
     data = [each for each in data if each["panel"] in of_several]
     if not data:
         return Absent(plot.title, f"It takes rows of two values of {plot.x_title or plot.x} or more.")
+    notes = []
+    widths = Counter(key for key, _ in dict.fromkeys(((each["panel"], each["name"]), each["x"]) for each in data))
+    if (alone := sum(width == 1 for width in widths.values())) < len(widths):
+        data = [each for each in data if widths[each["panel"], each["name"]] > 1]
+        notes += [f"{alone} {'row' if alone == 1 else 'rows'} of one size alone: see the table."] if alone else []
     columns = ["line", plot.x_title or plot.x, titled(plot.y_title or plot.y, plot.unit)]
     rows: list[list[Cell]] = [[each["name"], each["x"], each["y"]] for each in data]
     if plot.panels is not None:
         columns = [plot.panels.rpartition(".")[2], *columns]
         rows = [[each["panel"], *row] for row, each in zip(rows, data, strict=True)]
     names = list(dict.fromkeys(each["name"] for each in data))
-    notes = [f"The first {MOST_LINES} of {len(names)} lines; the table has all."] if len(names) > MOST_LINES else []
+    notes += [f"The first {MOST_LINES} of {len(names)} lines; the table has all."] if len(names) > MOST_LINES else []
     shown = [each for each in data if each["name"] in (*names[:MOST_LINES], plot.limit_title)]
     notes += [f"Dashed: {plot.limit_title}."] if plot.limit is not None else []
     notes += [f"Dashed: {plot.curve_title}; hollow: where that is least."] if plot.curve is not None else []
-    only = f": {of_several[0]}" if plot.panels is not None and len(of_several) == 1 else ""
-    return Figure(f"{plot.title}{only}", _lines_chart(plot, shown), columns, rows, notes)
+    panels = _panels(plot, shown, of_several)
+    if any(each.shared for _, each in panels):
+        notes.append("Lines that coincide take turns along their way, and their points are rings around each other.")
+    return Figure(plot.title, [(heading, each.chart()) for heading, each in panels], columns, rows, notes)
 
 
-def _measured(plot: Lines, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+def _measured(plot: Lines, entries: Sequence[Entry]) -> list[Record]:
     """A point for each row, and the limit at each row's size."""
-    data: list[dict[str, Any]] = []
+    data: list[Record] = []
     for entry, name in zip(entries, line_names(entries, plot.x, *([plot.panels] if plot.panels else [])), strict=True):
         panel = str(figure(entry, plot.panels)) if plot.panels else ""
         x, y = number(entry, plot.x), in_unit(number(entry, plot.y), plot.unit)
@@ -74,13 +74,13 @@ def _measured(plot: Lines, entries: Sequence[Entry]) -> list[dict[str, Any]]:
     return list({tuple(each.items()): each for each in data}.values())
 
 
-def _curve(plot: Lines, entry: Entry) -> list[dict[str, Any]]:
+def _curve(plot: Lines, entry: Entry) -> list[Record]:
     """Points of the curve that a row's model predicts, and its minimum."""
     found = figure(entry, plot.curve or "")
     if not isinstance(found, dict):
         return []
     name = f"{entry['extra_info']['implementation']} {plot.curve_title}"
-    points = [
+    points: list[Record] = [
         {"name": name, "x": float(x), "y": in_unit(finite(y), plot.unit), "kind": "model", "panel": ""}
         for x, y in found.items()
     ]
@@ -92,91 +92,128 @@ def _curve(plot: Lines, entry: Entry) -> list[dict[str, Any]]:
     return points
 
 
-def _lines_chart(plot: Lines, data: list[dict[str, Any]]) -> Chart:
-    sizes = sorted({each["x"] for each in data if each["kind"] in ("measured", "limit")})
-    panels = len({each["panel"] for each in data})
-    measured = list(dict.fromkeys(each["name"] for each in data if each["kind"] == "measured"))
-    models = list(dict.fromkeys(each["name"] for each in data if each["kind"] != "measured"))
-    names = [*measured, *models]
-    colors, shapes = map(list, zip(*series(len(names)), strict=True))
+def _panels(plot: Lines, data: Sequence[Record], panels: Sequence[str]) -> list[tuple[str, _Panel]]:
+    """A panel for each part of the rows, all with the same y axis, and each line in the same colour in all."""
+    measured = dict.fromkeys(each["name"] for each in data if each["kind"] == "measured")
+    names = [*measured, *dict.fromkeys(each["name"] for each in data if each["name"] not in measured)]
+    styles = dict(zip(names, series(len(names)), strict=True))
     if plot.limit is not None:
-        colors[len(measured) :], shapes[len(measured) :] = [INK], [DASH]
-    x = alt.X(
-        "x:Q",
-        scale=alt.Scale(type="log", base=2, nice=False, padding=12),
-        axis=alt.Axis(title=plot.x_title or plot.x, values=sizes, format=_FORMAT, grid=False),
-    )
-    y_axis = alt.Axis(title=titled(plot.y_title or plot.y, plot.unit), format=_FORMAT)
-    if plot.log_y:
-        y_axis["values"] = log_ticks(each["y"] for each in data)
-    y = alt.Y("y:Q", scale=alt.Scale(type="log" if plot.log_y else "linear"), axis=y_axis)
-    shape = alt.Shape("name:N", scale=alt.Scale(domain=names, range=shapes), legend=_LEGEND)
-    base = alt.Chart().encode(x, y, alt.Color("name:N", scale=alt.Scale(domain=names, range=colors), legend=_LEGEND))
-    layers = [
-        base.mark_line().transform_filter("datum.kind === 'measured'"),
-        base.mark_line(strokeDash=[6, 4]).transform_filter("datum.kind === 'limit' || datum.kind === 'model'"),
-        base.mark_point(filled=True, size=55).encode(shape).transform_filter("datum.kind === 'measured'"),
-        base.mark_point(filled=False, size=160, strokeWidth=2)
-        .encode(shape)
-        .transform_filter("datum.kind === 'least by the model'"),
-    ]
-    chart = alt.layer(*layers, data=alt.InlineData(tuple(data)))
-    if panels == 1:
-        return chart.properties(width=_WIDTH, height=_HEIGHT)
-    width = math.floor((_WIDTH - 60 * (panels - 1)) / panels)
-    return chart.properties(width=width, height=_HEIGHT).facet(column=alt.Column("panel:N", sort=None))
+        styles[plot.limit_title] = INK, DASH
+    values = [each["y"] for each in data]
+    low, high = min(values), max(values)
+    margin = 1.15 if plot.log_y else 0.05 * ((high - low) or 1.0)
+    domain = (low / margin, high * margin) if plot.log_y else (min(0.0, low), high + margin)
+    return [(name, _Panel(plot, [each for each in data if each["panel"] == name], styles, domain)) for name in panels]
 
 
-def points(plot: Points, entries: Sequence[Entry]) -> Drawn:
-    """Our figures filled, published ones hollow; one panel for each metric."""
-    notes: list[str] = []
-    data: list[dict[str, Any]] = [
-        {"name": label, "metric": metric, "value": in_unit(value, plot.units[metric]), "of": _HERE}
-        for label, entry in zip(labels(entries), first(entries, notes), strict=False)
-        for metric, where in plot.ours.items()
-        if (value := number(entry, where))
-    ]
-    if not data:
-        return Absent(plot.title, "No row of this run has those figures.")
-    cases = dict.fromkeys(each.case for each in plot.published)
-    names = dict(zip(cases, apart(cases), strict=True))
-    data += [
-        {"name": names[each.case], "metric": each.metric, "value": in_unit(each.value, plot.units[each.metric])}
-        | {"of": f"published, on {each.hardware}"}
-        for each in plot.published
-        if each.metric in plot.ours and each.value > 0
-    ]
-    metrics = [metric for metric in plot.ours if any(each["metric"] == metric for each in data)]
-    shown = list(dict.fromkeys(each["name"] for each in data))
-    shorts = stand_ins(shown)
-    marks = [each | {"name": shorts[each["name"]]} for each in data]
-    panels = [_points_panel(plot, marks, metric, room(shown) if metric == metrics[0] else None) for metric in metrics]
-    columns = ["row", "metric", "value", "unit", "of"]
-    rows: list[list[Cell]] = [
-        [each["name"], each["metric"], each["value"], titled("", plot.units[each["metric"]])[2:], each["of"]]
-        for each in data
-    ]
-    sources = dict.fromkeys(each.source for each in plot.published)
-    if sources:
-        notes.append(f"Hollow: published by {', '.join(sources)}, on hardware and in sizes of their own.")
-    return Figure(plot.title, alt.hconcat(*panels, spacing=12), columns, rows, notes, shown)
+@dataclass(frozen=True)
+class _Panel:
+    """The lines of one panel; `styles` are the colour and shape of each name, `domain` the ends of the y axis."""
 
+    plot: Lines
+    data: Sequence[Record]
+    styles: Mapping[str, tuple[str, str]]
+    domain: tuple[float, float]
 
-def _points_panel(plot: Points, data: list[dict[str, Any]], metric: str, width: float | None) -> Chart:
-    names = list(dict.fromkeys(each["name"] for each in data))
-    whose = list(dict.fromkeys(each["of"] for each in data))
-    marks = [each for each in data if each["metric"] == metric]
-    ticks = log_ticks(each["value"] for each in marks)
-    axis = alt.Axis(title=titled(metric, plot.units[metric]), format=_FORMAT, labelOverlap=True, values=ticks)
-    base = chart(marks).encode(
-        names_axis("name", names, width or 0, domain=False, grid=True, labels=width is not None),
-        alt.X("value:Q", scale=alt.Scale(type="log"), axis=axis),
-        color("of", whose, SERIES[: len(whose)], columns=2),
-    )
-    layers = [
-        base.mark_point(filled=filled, size=70, strokeWidth=2).transform_filter(
-            f"datum.of {'===' if filled else '!=='} '{_HERE}'"
-        )
-        for filled in (True, False)
-    ]
-    return alt.layer(*layers).properties(width=230, height=alt.Step(18))
+    @property
+    def _lines(self) -> dict[str, list[Record]]:
+        found: dict[str, list[Record]] = {}
+        for each in sorted(self.data, key=lambda record: record["x"]):
+            if each["kind"] != "least by the model":
+                found.setdefault(each["name"], []).append(each)
+        return {name: found[name] for name in self.styles if name in found}
+
+    @property
+    def shared(self) -> dict[str, tuple[int, int]]:
+        """By the name of each line that coincides with others: its place among them, and their number."""
+        at = {name: {each["x"]: self._pixel(each["y"]) for each in line} for name, line in self._lines.items()}
+        groups: list[list[str]] = []
+        for name, mine in at.items():
+            for group in groups:
+                theirs = at[group[0]]
+                both = mine.keys() & theirs.keys()
+                if both and sum(abs(mine[x] - theirs[x]) <= NEAR for x in both) > len(both) / 2:
+                    group.append(name)
+                    break
+            else:
+                groups.append([name])
+        return {name: (place, len(group)) for group in groups if len(group) > 1 for place, name in enumerate(group)}
+
+    def _pixel(self, value: float) -> float:
+        """Pixels from the bottom."""
+        low, high = self.domain
+        if self.plot.log_y:
+            return _HEIGHT * math.log(value / low) / math.log(high / low)
+        return _HEIGHT * (value - low) / (high - low)
+
+    def _value(self, pixel: float) -> float:
+        low, high = self.domain
+        share = pixel / _HEIGHT
+        return float(low * (high / low) ** share if self.plot.log_y else low + share * (high - low))
+
+    def _labels(self) -> list[Record]:
+        """Each line's name right of its end, moved up or down until none covers another."""
+        ends = sorted((self._pixel(line[-1]["y"]), name) for name, line in self._lines.items())
+        places: list[float] = []
+        for pixel, _ in ends:
+            places.append(max(pixel, places[-1] + _LABEL) if places else pixel)
+        top = _HEIGHT + _LABEL / 2
+        for place in range(len(places) - 1, -1, -1):
+            places[place] = min(places[place], top)
+            top = places[place] - _LABEL
+        return [
+            {"name": name, "label": cut(name, 36), "y": self._value(place), "end": self._value(pixel)}
+            for (pixel, name), place in zip(ends, places, strict=True)
+        ]
+
+    def chart(self) -> Chart:
+        """The lines, their points and their labels."""
+        plot, shared = self.plot, self.shared
+        sizes = sorted({each["x"] for each in self.data if each["kind"] in ("measured", "limit")})
+        least, most = (pick(each["x"] for each in self.data) for pick in (min, max))
+        pad = (most / least) ** 0.05
+        scale = alt.Scale(type="log", base=2, nice=False, domain=[least / pad, most * pad])
+        axis = alt.Axis(title=plot.x_title or plot.x, values=sizes, format=_FORMAT, grid=False, labelOverlap=True)
+        x = alt.X("x:Q", scale=scale, axis=axis)
+        y_axis = alt.Axis(title=titled(plot.y_title or plot.y, plot.unit), format=_FORMAT)
+        if plot.log_y:
+            y_axis["values"] = ticks(self.domain)
+        y_scale = alt.Scale(type="log" if plot.log_y else "linear", domain=[*self.domain], nice=False)
+        y = alt.Y("y:Q", scale=y_scale, axis=y_axis)
+        layers: list[alt.Chart] = []
+        for name, line in self._lines.items():
+            colour, shape = self.styles[name]
+            place, count = shared.get(name, (0, 1))
+            is_drawn = line[0]["kind"] == "measured"
+            dashes: dict[str, Any] = {} if is_drawn else {"strokeDash": [6, 4]}
+            if count > 1 and is_drawn:
+                dashes = {"strokeDash": [8, 8 * (count - 1)], "strokeDashOffset": -8 * place}
+            base = chart([{**each, "tip": self._tip(each)} for each in line]).encode(x, y)
+            layers.append(base.mark_line(color=colour, **dashes))
+            if is_drawn:
+                size = 50 + 90 * place
+                points = base.mark_point(filled=not place, color=colour, shape=shape, size=size, aria=True)
+                layers.append(points.encode(alt.Description("tip:N")))
+        for each in (record for record in self.data if record["kind"] == "least by the model"):
+            colour, shape = self.styles[each["name"]]
+            base = chart([{**each, "tip": self._tip(each)}]).encode(x, y, alt.Description("tip:N"))
+            layers.append(base.mark_point(filled=False, color=colour, shape=shape, size=160, strokeWidth=2, aria=True))
+        layers += self._label_layers(x, y, most, most * pad)
+        return alt.layer(*layers).properties(width=_WIDTH, height=_HEIGHT)
+
+    def _label_layers(self, x: alt.X, y: alt.Y, most: float, edge: float) -> list[alt.Chart]:
+        lasts = {name: line[-1]["x"] for name, line in self._lines.items()}
+        layers: list[alt.Chart] = []
+        for each in self._labels():
+            base = chart([{**each, "x": edge, "from": lasts[each["name"]]}])
+            colour, shape = self.styles[each["name"]]
+            lead = base.mark_rule(color=colour, strokeWidth=1, strokeDash=[1, 2])
+            layers.append(lead.encode(alt.X("from:Q"), alt.X2("x"), alt.Y("end:Q"), alt.Y2("y")))
+            layers.append(base.mark_point(filled=True, color=colour, shape=shape, size=40, xOffset=6).encode(x, y))
+            layers.append(base.mark_text(align="left", dx=14).encode(x, y, alt.Text("label:N")))
+        return layers
+
+    def _tip(self, record: Record) -> str:
+        unit = UNITS[self.plot.unit][1]
+        title = self.plot.x_title or self.plot.x
+        return f"{record['name']} | {title} {record['x']:g} | {shown_as(record['y'])} {unit}".rstrip()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
 
-from shardmark.report.page.figure import MOST_PLOTS, Absent, Cell, Drawn, Figure, in_unit
+from shardmark.report.page.figure import MOST_PLOTS, Cell, Figure, in_unit
 from shardmark.report.page.vega import SERIES, Chart, chart, color, names_axis, room, stand_ins
 from shardmark.report.plots import labels
 from shardmark.report.ranking import has_several, who
@@ -23,26 +23,37 @@ WIDE = 0.12
 """Share of the step below which a part has no room for its name."""
 
 
-def streams(entries: Sequence[Entry]) -> Iterator[Drawn]:
-    """For each predicted row: when each stream of the first rank's device is busy, and when the step's parts end."""
-    shown = [each for each in entries if figure(each, "time.predicted.streams")]
-    title = "The predicted step, stream by stream"
-    for label, entry in zip(labels(shown), shown[:MOST_PLOTS], strict=False):
-        busy = figure(entry, "time.predicted.streams")
-        rows: list[list[Cell]] = [
-            [name, in_unit(begin, "s"), in_unit(end, "s")] for name, lane in busy.items() for begin, end in lane
+def streams(entries: Sequence[Entry]) -> Figure | None:
+    """When each stream of the first rank's device is busy, and when the step's parts end: the predicted rows one above
+    the other, on one axis. None if no row is predicted."""
+    found = [each for each in entries if figure(each, "time.predicted.streams")]
+    if not found:
+        return None
+    shown = dict(zip(labels(found)[:MOST_PLOTS], found, strict=False))
+    notes = ["All rows have the same axis. Short gaps are not drawn."]
+    notes += [f"The first {MOST_PLOTS} of {len(found)} rows."] if len(found) > MOST_PLOTS else []
+    rows: list[list[Cell]] = []
+    panels: list[tuple[str, Chart]] = []
+    busy = {label: figure(entry, "time.predicted.streams") for label, entry in shown.items()}
+    last = max(end for streams in busy.values() for lane in streams.values() for _, end in lane)
+    names = list(dict.fromkeys(name for streams in busy.values() for name in streams))
+    for label, entry in shown.items():
+        lanes: list[list[Cell]] = [
+            [name, in_unit(begin, "s"), in_unit(end, "s")] for name, lane in busy[label].items() for begin, end in lane
         ]
-        notes = [f"{_ms(figure(entry, 'stats.median'))}. Short gaps are not drawn."]
-        if interval := predicted_interval(entry):
-            between = " and ".join(map(_ms, interval))
-            notes.insert(
-                0, f"9 of 10 steps: between {between}; at least {_ms(figure(entry, 'time.predicted.at_least'))}."
-            )
-        ends = _ends(figure(entry, "time.parts"))
-        columns = ["stream", "from ms", "to ms"]
-        yield Figure(f"{title}: {label}", _lanes(rows, list(busy), ends), columns, rows, notes, list(busy))
-    if len(shown) > MOST_PLOTS:
-        yield Absent(title, f"Only the first {MOST_PLOTS} of {len(shown)} rows have plots.")
+        rows += [[label, *lane] for lane in lanes]
+        panels.append((f"{label}: {_said(entry)}", _lanes(lanes, names, _ends(figure(entry, "time.parts")), last)))
+    columns = ["row", "stream", "from ms", "to ms"]
+    return Figure("The predicted step, stream by stream", panels, columns, rows, notes, names, stacked=True)
+
+
+def _said(entry: Entry) -> str:
+    """The predicted step, in ms, with its interval."""
+    text = _ms(figure(entry, "stats.median"))
+    if interval := predicted_interval(entry):
+        between = " and ".join(map(_ms, interval))
+        text += f"; 9 of 10 steps between {between}, at least {_ms(figure(entry, 'time.predicted.at_least'))}"
+    return text
 
 
 def _ends(parts: dict[str, float]) -> list[dict[str, Any]]:
@@ -55,11 +66,12 @@ def _ends(parts: dict[str, float]) -> list[dict[str, Any]]:
     return ends
 
 
-def _lanes(rows: Sequence[Sequence[Cell]], names: Sequence[str], ends: list[dict[str, Any]]) -> Chart:
+def _lanes(rows: Sequence[Sequence[Cell]], names: Sequence[str], ends: list[dict[str, Any]], last: float) -> Chart:
+    """One row's streams on an axis up to `last` seconds."""
     shorts = stand_ins(names)
     data = [{"stream": shorts[str(name)], "from": begin, "to": end} for name, begin, end in rows]
     order = list(shorts.values())
-    nice, axis = alt.Scale(nice=False), alt.Axis(title="ms")
+    nice, axis = alt.Scale(nice=False, domain=[0, in_unit(last, "s")]), alt.Axis(title="ms")
     busy = (
         chart(data)
         .mark_bar(height=16)

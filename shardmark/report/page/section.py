@@ -1,21 +1,19 @@
-"""A section of the page: a question, its plots, and its rows as a table, which is also a file to download."""
+"""A section of the page: a question, the plot that answers it, its other plots, and its rows as a table."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
-from shardmark.report.page.bars import time_and_peak, time_by_kernel, time_by_part
-from shardmark.report.page.figure import Absent, Cell, Drawn, Figure
-from shardmark.report.page.lines import lines, points
-from shardmark.report.page.memory_plots import by_kind, by_stage
+from shardmark.report.page.bars import after_stages, memory, time_by_kernel, time_by_part
+from shardmark.report.page.dots import times
+from shardmark.report.page.figure import Absent, Anchors, Drawn
+from shardmark.report.page.lines import lines
 from shardmark.report.page.predicted import streams
-from shardmark.report.plots import Lines, restored
-from shardmark.report.questions import KNOWN, column_named
+from shardmark.report.page.timelines import by_kind
+from shardmark.report.plots import AUTOMATIC, Automatic, Lines, restored
+from shardmark.report.questions import KNOWN, OTHERS, column_named
 from shardmark.report.tables import with_ranks
 from shardmark.rows.columns import DEFAULT, Entry
 
@@ -31,53 +29,84 @@ class Heading:
 
 @dataclass(frozen=True)
 class Table:
-    """All columns that some row fills, the question's own first."""
+    """All columns that some row fills, the question's own first; `anchors` are the ids of the rows."""
 
     headings: list[Heading]
     rows: list[list[str]]
+    anchors: list[str]
 
 
 @dataclass(frozen=True)
 class Section:
-    """All that the page shows of a question."""
+    """All that the page shows of a question with rows; the first of `drawn` answers it."""
 
+    name: str
+    """The question in a few words."""
     title: str
-    figures: list[Figure]
+    anchor: str
+    drawn: list[tuple[str, Drawn]]
+    """(id, plot) of each."""
     absent: list[Absent]
     table: Table
     lines: list[str]
     """Lines that the terminal prints under the table with -v."""
 
 
-def section(title: str, entries: Sequence[Entry], question: Mapping[str, Any], device_bytes: float | None) -> Section:
-    """The question's own plots, then the plots that need no declaration.
+def section(
+    text: str | None,
+    entries: Sequence[Entry],
+    question: Mapping[str, Any],
+    device_bytes: float | None,
+    anchors: Anchors,
+) -> Section:
+    """The question's own plots in its order, then the plots that need no declaration.
 
     Raises KeyError, TypeError, ValueError or AttributeError where a plot or a row was written by another version.
     """
-    drawn = list(_drawn(entries, question, device_bytes))
+    title = text or OTHERS
+    name = question.get("short") or title
+    rows = {entry["fullname"]: anchors("row", entry["name"].removeprefix("test_")) for entry in entries}
+    drawn = list(_drawn(entries, question, device_bytes, rows))
     return Section(
+        name,
         title,
-        [each for each in drawn if isinstance(each, Figure)],
+        anchors("question", name),
+        [(anchors("plot", name, each.title), each) for each in drawn if not isinstance(each, Absent)],
         [each for each in drawn if isinstance(each, Absent)],
-        table(entries, question),
+        table(entries, question, rows),
         [*question.get("lines", [])],
     )
 
 
-def _drawn(entries: Sequence[Entry], question: Mapping[str, Any], device_bytes: float | None) -> Iterator[Drawn]:
-    for each in question.get("plots", ()):
-        plot = restored(each)
-        yield lines(plot, entries) if isinstance(plot, Lines) else points(plot, entries)
-    yield from (each for each in (time_and_peak(entries), time_by_part(entries), time_by_kernel(entries)) if each)
-    yield from streams(entries)
-    yield from by_kind(entries, device_bytes)
-    yield from by_stage(entries)
+def _drawn(
+    entries: Sequence[Entry], question: Mapping[str, Any], device_bytes: float | None, rows: Mapping[str, str]
+) -> Iterator[Drawn]:
+    makers: dict[str, Callable[[], Drawn | None]] = {
+        "times": lambda: times(entries, rows),
+        "memory": lambda: memory(entries, rows),
+        "parts": lambda: time_by_part(entries, rows),
+        "kernels": lambda: time_by_kernel(entries, rows),
+        "streams": lambda: streams(entries),
+        "kinds": lambda: by_kind(entries, device_bytes),
+    }
+    declared = [restored(each) for each in question.get("plots", ())]
+    named = [each.name for each in declared if isinstance(each, Automatic)]
+    for plot in (*declared, *(Automatic(name) for name in AUTOMATIC if name not in named)):
+        if isinstance(plot, Lines):
+            yield lines(plot, entries)
+        elif isinstance(plot, Automatic) and plot.name == "stages":
+            yield from after_stages(entries, rows)
+        elif isinstance(plot, Automatic) and (made := makers[plot.name]()) is not None:
+            yield made
 
 
-def table(entries: Sequence[Entry], question: Mapping[str, Any]) -> Table:
-    """The rows of a question in the columns that its test names, by default `DEFAULT`; the others are extra."""
+def table(entries: Sequence[Entry], question: Mapping[str, Any], anchors: Mapping[str, str]) -> Table:
+    """The rows of a question in the columns that its test names, by default `DEFAULT`; the others are extra.
+
+    The implementation is the first column, which stays in sight while the others scroll.
+    """
     asked = with_ranks([column_named(name) for name in question.get("columns", DEFAULT)], entries)
-    named = [column.name for column in asked]
+    named = sorted((column.name for column in asked), key=lambda name: name != "implementation")
     own = [name for entry in entries for name in entry.get("cells", {})]
     shown, columns = [], []
     for column in map(column_named, dict.fromkeys([*named, *KNOWN, *own])):
@@ -85,15 +114,5 @@ def table(entries: Sequence[Entry], question: Mapping[str, Any]) -> Table:
         if column.name in named[:2] or set(cells) - {None, column.trivial}:
             shown.append(Heading(column.name, column.left, column.name not in named))
             columns.append(["" if cell is None else str(cell) for cell in cells])
-    return Table(shown, [list(row) for row in zip(*columns, strict=True)])
-
-
-def as_link(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """A data: link that holds the CSV file, in which no cell is a spreadsheet's formula."""
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows([[_inert(each) for each in row] for row in (columns, *rows)])
-    return "data:text/csv;charset=utf-8," + quote(file.getvalue(), safe=" ,;:/()[]=+*@!$'?\n")
-
-
-def _inert(cell: Cell) -> Cell:
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t")) else cell
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    return Table(shown, rows, [anchors[entry["fullname"]] for entry in entries])

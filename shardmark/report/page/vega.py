@@ -10,7 +10,6 @@ but draws on a canvas, which neither a theme's colours nor a screen reader reach
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -94,14 +93,6 @@ def series(count: int) -> list[tuple[str, str]]:
     return [(SERIES[i % 8], _SHAPES[(i + i // 8) % 8]) for i in range(count)]
 
 
-def log_ticks(values: Iterable[float]) -> list[float]:
-    """Ticks of a logarithmic axis: powers of ten; over fewer than three of them, also 2 and 5 times each."""
-    known = [value for value in values if value > 0]
-    first, last = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
-    steps = (1, 2, 5) if last - first < 3 else (1,)
-    return [step * 10.0**power for power in range(first, last + 1) for step in steps]
-
-
 def stand_ins(names: Iterable[str]) -> dict[str, str]:
     """A short stand-in for each of an axis's names; `draw` puts the names back.
 
@@ -116,8 +107,8 @@ def room(names: Iterable[str]) -> float:
     return 10 + max(sum(6.2 if character.isascii() else 12 for character in name) for name in names)
 
 
-def draw(drawn: Chart, name: str, title: str, description: str, names: Sequence[str] = ()) -> tuple[str, int]:
-    """The SVG of a chart, and its width in pixels.
+def draw(drawn: Chart, name: str, title: str, description: str, names: Sequence[str] = ()) -> str:
+    """The SVG of a chart.
 
     `name` begins the ids of its title and description; no other plot may have it. `names` are the ones whose stand-ins
     the chart has.
@@ -127,20 +118,20 @@ def draw(drawn: Chart, name: str, title: str, description: str, names: Sequence[
     text = vegalite_to_svg({**drawn.to_dict(validate=False), "config": _CONFIG})
     opening, _, body = text.partition(">")
     width, height = (float(found) for found in re.findall(r'(?:width|height)="([\d.]+)"', opening)[:2])
-    body = re.sub(r'\s(?:aria-[a-z]+|role)="[^"]*"', "", body)  # an image has one name: the plot's
-    body = re.sub(r'="[^"<>]*"', _rounded, body)
+    body = body.replace(' aria-label="', ' data-tip="')  # shown by page.js: an image has one name, the plot's
+    body = re.sub(r'\s(?:aria-[a-z]+|role)="[^"]*"', "", body)
+    body = re.sub(r'(?<!data-tip)="[^"<>]*"', _rounded, body)
     body = re.sub(r'(?<= d=")M[^"<>a-zB-KN-Y]+(?=Z?")', _with_straight_lines, body)
     body = _STYLED.sub("", body)
     body = _INVISIBLE.sub("", body)
     body = re.sub(rf"{_MARK}(\d+)", lambda found: escape(names[int(found[1])], quote=False), body)
-    svg = (
+    return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-title {name}-description"'
         f' viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
-        f' style="min-width: {0.85 * width:.0f}px">'
+        f' style="min-width: {0.8 * width:.0f}px; max-width: {1.3 * width:.0f}px">'
         f'<title id="{name}-title">{escape(title, quote=False)}</title>'
         f'<desc id="{name}-description">{escape(description, quote=False)}</desc>{body}'
     )
-    return svg, round(width)
 
 
 _STYLED = re.compile(
