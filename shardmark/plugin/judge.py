@@ -122,8 +122,9 @@ class Judge:
                 hung = isinstance(error, Hung) or (isinstance(error, RankError) and error.hung)
                 if hung:
                     deadlines.note_hang(label, _claim(pyfuncitem))
-                test, on_ranks = str(pyfuncitem.path), isinstance(error, RankError)
-                where = user_line_in_text(str(error), test) if on_ranks else user_line(error, test)
+                source = error.__cause__ or error
+                test, on_ranks = str(pyfuncitem.path), isinstance(source, RankError)
+                where = user_line_in_text(str(source), test) if on_ranks else user_line(source, test)
                 raise
             finally:
                 pyfuncitem.user_properties.append((NOTES, Notes.of(notes, where, hung).saved()))
