@@ -8,9 +8,9 @@ import pytest
 
 from shardmark.ranks.deadline import AFTER_THE_FIRST, Deadlines, Hung, within
 from shardmark.ranks.torchrun import LocalWorld
-from tests.support.doubling import judged
+from tests.support.doubling import judged, make_doubling
 
-pytest_plugins = ["pytester", "tests.support.doubling"]
+pytest_plugins = ["pytester"]
 
 MEASURED = """
 from dataclasses import dataclass
@@ -46,6 +46,11 @@ class Doubling:
 def test_cost(implementation, case, measure):
     measure(Doubling, implementation, case, work=Work(flops=1))
 """
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    return make_doubling(pytester, monkeypatch)
 
 
 def test_a_refused_target_does_not_end_the_others(project: pytest.Pytester) -> None:

@@ -3,9 +3,14 @@
 import pytest
 
 from shardmark.plugin.judge import EXIT_NOT_JUDGED
-from tests.support.doubling import judged, verdict_of
+from tests.support.doubling import judged, make_doubling, verdict_of
 
-pytest_plugins = ["pytester", "tests.support.doubling"]
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    return make_doubling(pytester, monkeypatch)
 
 
 def test_a_verdict_for_each_target_and_what_was_not_run(project: pytest.Pytester) -> None:

@@ -95,8 +95,7 @@ number = 3
 """
 
 
-@pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+def make_doubling(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A family whose implementations double a number."""
     return make_project(pytester, monkeypatch, CONFTEST, test_double=TESTS, own=OWN)
 
