@@ -38,7 +38,7 @@ def test_large_scores_do_not_overflow(implementation: Implementation, dtype: tor
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("value", [500.0, 20_000.0])
-def test_sums_that_half_precision_lacks_do_not_overflow(
+def test_sums_that_bfloat16_and_float16_lack_do_not_overflow(
     implementation: Implementation, value: float, dtype: torch.dtype, device: str
 ) -> None:
     """600 equal keys: the weighted sum of large values overflows float16 if it is divided by the weights' sum last."""

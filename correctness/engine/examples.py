@@ -11,7 +11,7 @@ from shardmark.api import note_unasked
 
 FEW_EXAMPLES = 100
 """The sweep draws more, and draws all of them."""
-PATIENCE = 4.0
+PATIENCE = 15.0
 """Seconds of this thread's own time after which no more of few examples are drawn: a slow implementation is not wrong.
 What else the machine does takes none of them, and the verdict says that examples were left out."""
 

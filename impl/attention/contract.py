@@ -11,6 +11,7 @@ from torch import Tensor
 from impl.attention.accounting import flash_pytorch_peak
 from shardmark.api import Family, Race, Refusable, RegistryError, Unsupported, add_family, check_signature, dtype_name
 
+COLUMNS = "tensors whose columns are not contiguous"
 FEWER_HEADS = "fewer heads in k and v than in q"
 
 
@@ -41,7 +42,7 @@ class Attention(Protocol):
     Our own implementations raise no error there, but raise ValueError if there are no keys. ValueError for shapes,
     dtypes or devices that do not go together. `shardmark.api.Unsupported`, a ValueError, for what `MAY_REFUSE` lists
     and this implementation does not take: whole dtypes, head dims other than 16, 32, 64 and 128, fewer heads in k
-    and v than in q, devices.
+    and v than in q, tensors whose columns are not contiguous, devices.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor: ...
@@ -54,6 +55,7 @@ MAY_REFUSE = (
         lambda q, k, v, **_: str(q.shape[-1]) if q.shape[-1] not in (16, 32, 64, 128) else None,
         elsewhere=True,
     ),
+    Refusable(COLUMNS, lambda q, k, v, **_: COLUMNS if any(x.stride(-1) != 1 for x in (q, k, v)) else None),
     Refusable(FEWER_HEADS, lambda q, k, v, **_: FEWER_HEADS if kv_group(q, k) > 1 else None),
     Refusable("devices", lambda q, k, v, **_: q.device.type, elsewhere=True),
 )

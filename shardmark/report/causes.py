@@ -134,7 +134,10 @@ def snippet(implementation: Implementation, call: Call) -> list[str]:
     lines = ["import torch"]
     if source.endswith(".py"):
         lines = [f"import sys, torch; sys.path.insert(0, {str(Path(source).parent)!r})"]
-    lines.append(f"from {Path(source).stem if source.endswith('.py') else source} import {attribute} as mine")
+    if source:
+        lines.append(f"from {Path(source).stem if source.endswith('.py') else source} import {attribute} as mine")
+    else:
+        lines.append(f"mine = __import__('shardmark.api').api.resolve({owner.name!r}, {implementation.spec!r}).adapted")
     lines.append(f"from {reference.__module__} import {reference.__qualname__} as reference")
     by_kind: dict[tuple[object, str], list[str]] = defaultdict(list)
     for name, shape, dtype in tensors:

@@ -173,11 +173,12 @@ class Verdict:
         return [f"{len(claims)} claims, as all their checks are in what it refuses: {shown}"] if claims else []
 
     def _claims_in_refused_values_alone(self) -> list[str]:
-        """Claims of which every check is in refused dtypes or the like, while other values would do."""
+        """Claims of which every check is in refused dtypes or the like, while other values would do. A claim about a
+        value has it in its name, as `test_autocast_leaves_float64_as_it_is` has."""
         elsewhere = {each.kind for each in self.may_refuse if each.elsewhere}
         passed = {check.claim for check in self.judged if check.outcome == PASSED}
         refusing = {
-            check.claim: all(feature.kind in elsewhere for feature in self._refused(check))
+            check.claim: all(f.kind in elsewhere and f.value not in check.claim for f in self._refused(check))
             for check in reversed(self.judged)
             if check.outcome == SKIPPED and self._refused(check) and check.claim not in passed
         }
