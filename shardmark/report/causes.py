@@ -137,7 +137,8 @@ def snippet(implementation: Implementation, call: Call) -> list[str]:
     if source:
         lines.append(f"from {Path(source).stem if source.endswith('.py') else source} import {attribute} as mine")
     else:
-        lines.append(f"mine = __import__('shardmark.api').api.resolve({owner.name!r}, {implementation.spec!r}).adapted")
+        lines = ["import impl, torch", "from shardmark.api import resolve"]
+        lines.append(f"mine = resolve({owner.name!r}, {implementation.spec!r}).adapted")
     lines.append(f"from {reference.__module__} import {reference.__qualname__} as reference")
     by_kind: dict[tuple[object, str], list[str]] = defaultdict(list)
     for name, shape, dtype in tensors:
