@@ -13,7 +13,7 @@ FEW_EXAMPLES = 100
 """The sweep draws more, and draws all of them."""
 PATIENCE = 15.0
 """Seconds of this thread's own time after which no more of few examples are drawn: a slow implementation is not wrong.
-What else the machine does takes none of them, and the verdict says that examples were left out."""
+Other work of the machine takes none of them, and the verdict says that examples were left out."""
 
 
 def autocast_takes(mode: str, *dtypes: torch.dtype) -> bool:

@@ -24,7 +24,7 @@ class Unsupported(ValueError):
     """
 
     refuses: frozenset[Feature] = frozenset()
-    """What the refused call has of what may be refused. Empty: nothing, or the error was not raised in a call."""
+    """The refused call's values of refusable kinds. Empty: nothing, or the error was not raised in a call."""
 
 
 class NotAsked(Unsupported):
@@ -33,7 +33,7 @@ class NotAsked(Unsupported):
 
 @dataclass(frozen=True, order=True)
 class Feature:
-    """What a call has of a refusable kind, such as "float64" of "dtypes"."""
+    """A call's value of a refusable kind, such as "float64" of "dtypes"."""
 
     kind: str
     value: str
@@ -87,7 +87,7 @@ def _described(value: Any) -> Any:
 
 @dataclass
 class Ledger:
-    """What a test's calls had of the refusable kinds, and what it could not ask."""
+    """Values of the refusable kinds that a test's calls had, and parts that it could not ask."""
 
     taken: set[Feature] = field(default_factory=set)
     refused: dict[frozenset[Feature], str] = field(default_factory=dict)

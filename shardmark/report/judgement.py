@@ -1,4 +1,4 @@
-"""What a run of contract checks says of one `--impl` target: right, wrong, or not judged.
+"""The verdict of a run of contract checks on one `--impl` target: right, wrong, or not judged.
 
     attention=mine is right: 323 of 327 contract checks passed, 4 not run
     attention=mine is WRONG: 212 of 230 contract checks passed, 15 failed, 3 not run
@@ -25,11 +25,11 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 @dataclass(frozen=True)
 class Notes:
-    """What a check's calls were, as its report carries it; from another process too."""
+    """The calls of a check, as its report carries them; from another process too."""
 
     taken: tuple[Feature, ...] = ()
     refused: tuple[tuple[tuple[Feature, ...], str], ...] = ()
-    """What each refused call had of the refusable kinds, and its arguments in words."""
+    """For each refused call: its values of the refusable kinds, and its arguments in words."""
     last: tuple[Feature, ...] = ()
     call: Call | None = None
     """The last call."""
