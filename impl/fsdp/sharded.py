@@ -273,7 +273,7 @@ register(
     memory=plain_peak,
     time=Race("fsdp2"),
     facts=Facts(nine_linears=formulas("sharded_plain")),
-    called="the sharded model without prefetch",
+    called="our FSDP without prefetch",
 )
 register(
     "fsdp",
@@ -282,7 +282,7 @@ register(
     memory=sharded_peak,
     time=Race("fsdp2", budget=2.0, goal=1.0),
     facts=Facts(nine_linears=formulas("sharded")),
-    called="the sharded model",
+    called="our FSDP",
 )
 register(
     "fsdp",
@@ -291,7 +291,7 @@ register(
     memory=kept_peak,
     time=Race("fsdp2_kept", budget=2.0, goal=1.0),
     facts=Facts(reshard_after_forward=False, nine_linears=formulas("sharded_kept")),
-    called="the sharded model without resharding after forward",
+    called="our FSDP without resharding after forward",
 )
 register(
     "fsdp",
@@ -300,5 +300,5 @@ register(
     memory=norms_replicated_peak,
     time=Race("fsdp2", budget=2.0, goal=1.0),
     facts=Facts(norms_replicated=True),
-    called="the sharded model with replicated norms",
+    called="our FSDP with replicated norms",
 )

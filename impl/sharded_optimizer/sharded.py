@@ -297,5 +297,5 @@ register(
     memory=sharded_peak,
     time=Race("zero_redundancy", budget=2.0, goal=1.0),
     races={"link": Race("zero_redundancy", budget=2.0, goal=0.85)},
-    called="the sharded optimizer",
+    called="our ZeRO-1",
 )

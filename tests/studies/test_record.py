@@ -95,7 +95,8 @@ def test_readmes_findings_are_those_of_its_record() -> None:
 
 def test_readme_is_read_in_one_sitting() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 200 and max(map(len, lines)) <= 110
+    read = [line for line in lines if not re.match(r"\[[^]]+\]: ", line)]
+    assert len(read) <= 200 and max(map(len, lines)) <= 110
 
 
 def test_the_row_that_is_explained_is_as_the_schema_says() -> None:
