@@ -56,13 +56,13 @@ def test_a_query_sees_the_keys_up_to_its_own(
     if "beyond" in shape_id:
         shapes = (-(-q_len // 8), 16), (-(-k_len // 8), 16)
         part = random_inputs(*shapes, dtype, device)
-        skip_if_slow(implementation, lambda: results(implementation.adapted, part, is_causal), device)
+        skip_if_slow(implementation, lambda: results(implementation.watched, part, is_causal), device)
     keys, queries = _around_powers_of_two(k_len), _around_powers_of_two(q_len)
     q, k, v = (torch.zeros(n, 40, dtype=dtype, device=device) for n in (q_len, k_len, k_len))
     grad = torch.zeros_like(q)
     v[keys, torch.arange(len(keys))] = 1
     grad[queries, torch.arange(len(queries))] = 1
-    found = results(implementation.adapted, [q, k, v, grad], is_causal)
+    found = results(implementation.watched, [q, k, v, grad], is_causal)
     positions, columns = torch.arange(q_len, device=device), torch.arange(k_len, device=device)
     seen = columns <= positions[:, None] if is_causal else torch.ones(q_len, k_len, dtype=torch.bool, device=device)
     weights = seen / seen.sum(-1, keepdim=True)  # (q_len, k_len)
@@ -82,8 +82,8 @@ def _assert_weights(when: str, found: Tensor, wanted: Tensor, queries: Tensor | 
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         query, key = (x if at is None else int(at[x]) for x, at in ((row, queries), (column, keys)))
-        weight = found[row, column].item()
-        pytest.fail(f"{when}: query {query} gives key {key} the weight {weight:.3g}, not {wanted[row, column]:.3g}")
+        weight, expected = found[row, column].item(), wanted[row, column].item()
+        pytest.fail(f"{when}: query {query} gives key {key} the weight {weight:.3g}, expected {expected:.3g}")
 
 
 @pytest.mark.large
@@ -94,13 +94,13 @@ def test_none_is_lost_of_any_number(implementation: Implementation, examples: in
     for n in one_beyond_tiles(examples):
         shapes = ((n, 4), (3, 4)) if of == "queries" else ((3, 4), (n, 4))
         inputs = random_inputs(*shapes, torch.float32, device)
-        found = results(implementation.adapted, inputs, is_causal=False)
+        found = results(implementation.watched, inputs, is_causal=False)
         assert_near(found, results(eager_attention, [x.double() for x in inputs], is_causal=False), f"{n} {of}")
 
 
 def test_is_causal_only_where_asked(implementation: Implementation, device: str) -> None:
     q, k, v, _ = random_inputs((2, 9, 16), (2, 9, 16), torch.float32, device)
-    assert_near({"out": implementation.adapted(q, k, v)}, {"out": eager_attention(q, k, v)}, "without is_causal")
+    assert_near({"out": implementation.watched(q, k, v)}, {"out": eager_attention(q, k, v)}, "without is_causal")
 
 
 SHAPES = {  # leading dims, q_len, k_len, head_dim
@@ -140,8 +140,8 @@ def test_is_as_accurate_as_eager(
     inputs = _inputs(shape_id, dtype, device)
     if "beyond" in shape_id:
         part = [x[..., : -(-x.shape[-2] // 8), :] for x in inputs]
-        skip_if_slow(implementation, lambda: results(implementation.adapted, part, is_causal), device)
-    assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal)
+        skip_if_slow(implementation, lambda: results(implementation.watched, part, is_causal), device)
+    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal)
 
 
 @pytest.mark.large
@@ -153,8 +153,8 @@ def test_many_queries_are_as_accurate_as_eager(
     """Half precision is left out: on CPU, PyTorch's SDPA sums the gradients of v in it."""
     inputs = random_inputs((2, 4097, 16), (2, 3, 16), dtype, device)
     part = [x[:, : -(-x.shape[-2] // 8)] for x in inputs]
-    skip_if_slow(implementation, lambda: results(implementation.adapted, part, is_causal), device)
-    assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal)
+    skip_if_slow(implementation, lambda: results(implementation.watched, part, is_causal), device)
+    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal)
 
 
 def test_leading_indices_do_not_see_each_other(implementation: Implementation, device: str) -> None:
@@ -163,7 +163,7 @@ def test_leading_indices_do_not_see_each_other(implementation: Implementation, d
     wanted = results(eager_attention, [x[1:].double() for x in inputs], is_causal=True)
     for x in inputs[:2]:
         x[0] *= 30
-    found = {name: x[1:] for name, x in results(implementation.adapted, inputs, is_causal=True).items()}
+    found = {name: x[1:] for name, x in results(implementation.watched, inputs, is_causal=True).items()}
     assert_near(found, wanted, "beside a sequence with large scores")
 
 
@@ -185,7 +185,7 @@ def test_takes_grouped_query_heads(
 ) -> None:
     q_leading, k_leading = GROUPED[heads]
     inputs = random_inputs((*q_leading, 45, 16), (*k_leading, 33, 16), dtype, device)
-    assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal)
+    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal)
 
 
 NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -200,7 +200,7 @@ NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_takes_non_contiguous_inputs(implementation: Implementation, how: str, dtype: torch.dtype, device: str) -> None:
     inputs = [NON_CONTIGUOUS[how](x) for x in _inputs("many_leading_dims", dtype, device)]
     assert not any(x.is_contiguous() for x in inputs)
-    assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal=True)
+    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
 
 
 OF_THE_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -216,7 +216,7 @@ def test_takes_any_layout_of_the_outputs_gradient(implementation: Implementation
     *qkv, grad = _inputs("many_leading_dims", torch.float32, device)
     inputs = [*qkv, OF_THE_GRADIENT[layout](grad)]
     wanted = results(eager_attention, [x.double() for x in inputs], is_causal=True)
-    assert_near(results(implementation.adapted, inputs, is_causal=True), wanted, f"output's gradient {layout}", 1e-4)
+    assert_near(results(implementation.watched, inputs, is_causal=True), wanted, f"output's gradient {layout}", 1e-4)
 
 
 @pytest.mark.parametrize("needed", ["q", "k", "v", "qk", "kv"])
@@ -226,7 +226,7 @@ def test_gives_gradients_to_the_inputs_that_require_them(
     inputs = _inputs("no_leading_dims", torch.float32, device)
     wanted = results(eager_attention, [x.double() for x in inputs], is_causal=True)
     q, k, v = (x.requires_grad_(name in needed) for name, x in zip("qkv", inputs[:3], strict=True))
-    implementation.adapted(q, k, v, is_causal=True).backward(inputs[3])
+    implementation.watched(q, k, v, is_causal=True).backward(inputs[3])
     for name, x in (("q", q), ("k", k), ("v", v)):
         if name in needed:
             assert x.grad is not None, f"{name} requires a gradient and has none, where {needed} require one"

@@ -34,7 +34,7 @@ def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: s
     for is_causal in (True, False):
         inputs = _inputs(device)
         before = {name: x.clone() for name, x in zip(NAMES, inputs, strict=True)}
-        results(implementation.adapted, inputs, is_causal)
+        results(implementation.watched, inputs, is_causal)
         assert_unchanged(before, dict(zip(NAMES, inputs, strict=True)), "after forward and backward")
 
 
@@ -43,7 +43,7 @@ def test_two_forwards_before_either_backward(implementation: Implementation, fir
     """Two layers or two batches: equal shapes, different values and masks."""
     calls = [(_inputs(device), True), (_inputs(device), False)]
     leaves = [[x.detach().requires_grad_() for x in inputs[:3]] for inputs, _ in calls]
-    outputs = [implementation.adapted(*qkv, is_causal=causal) for qkv, (_, causal) in zip(leaves, calls, strict=True)]
+    outputs = [implementation.watched(*qkv, is_causal=causal) for qkv, (_, causal) in zip(leaves, calls, strict=True)]
     for i in (first_backward, 1 - first_backward):
         inputs, is_causal = calls[i]
         gradients = torch.autograd.grad(outputs[i], leaves[i], inputs[3])
@@ -56,9 +56,9 @@ def test_results_stay_while_other_calls_run(implementation: Implementation, with
     def call() -> dict[str, Tensor]:
         inputs = _inputs(device)
         if with_gradients:
-            return results(implementation.adapted, inputs, is_causal=True)
+            return results(implementation.watched, inputs, is_causal=True)
         with torch.no_grad():
-            return {"out": implementation.adapted(*inputs[:3], is_causal=True)}
+            return {"out": implementation.watched(*inputs[:3], is_causal=True)}
 
     first = call()
     before = {name: x.clone() for name, x in first.items()}
@@ -77,7 +77,7 @@ def test_the_same_tensors_twice_in_a_graph(implementation: Implementation, devic
 
     inputs = _inputs(device)
     wanted = twice(eager_attention, *(x.double() for x in inputs))
-    assert_near(twice(implementation.adapted, *inputs), wanted, "called three times in one graph")
+    assert_near(twice(implementation.watched, *inputs), wanted, "called three times in one graph")
 
 
 SEQUENCE = [  # q_len, k_len, dtype, is_causal
@@ -99,7 +99,7 @@ def test_calls_of_other_shapes_and_dtypes_between(implementation: Implementation
     for q_len, k_len, dtype, is_causal in SEQUENCE:
         inputs = _inputs(device, q_len, k_len, dtype)
         try:
-            found = results(implementation.adapted, inputs, is_causal)
+            found = results(implementation.watched, inputs, is_causal)
         except Unsupported:
             continue
         share = 0.1 if dtype == torch.bfloat16 else 1e-3
@@ -117,10 +117,10 @@ def test_the_same_tensors_changed_in_place_give_other_results(
     q, k, v, grad = inputs = random_inputs((4, 33, 16), (2, 33, 16), torch.float32, device)
     tensors = [x.requires_grad_(mode == "gradients") for x in (q, k, v)]
     with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, torch.enable_grad)():
-        implementation.adapted(*tensors, is_causal=True)
+        implementation.watched(*tensors, is_causal=True)
         for x in tensors:
             x.data.mul_(-0.5)
-        out = implementation.adapted(*tensors, is_causal=True)
+        out = implementation.watched(*tensors, is_causal=True)
     wanted = _exact(inputs, True)
     found = {"out": out}
     if mode == "gradients":
@@ -135,7 +135,7 @@ def test_gives_the_same_output_without_gradients(implementation: Implementation,
     for is_causal in (True, False):
         with contexts.get(mode, torch.enable_grad)():
             leaves = [x.detach().requires_grad_(mode == "no_grad") for x in qkv]
-            out = implementation.adapted(*leaves, is_causal=is_causal)
+            out = implementation.watched(*leaves, is_causal=is_causal)
         assert not out.requires_grad, "the output requires a gradient where none is asked for"
         assert_near({"out": out}, {"out": _exact(inputs, is_causal)["out"]}, mode, share=1e-4)
 
@@ -145,8 +145,8 @@ def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation
     """Lengths that no other test has: tensors cached under inference_mode cannot be saved for backward."""
     inputs = _inputs(device, 43, 39)
     with torch.inference_mode():
-        implementation.adapted(*inputs[:3], is_causal=is_causal)
-    found = results(implementation.adapted, inputs, is_causal)
+        implementation.watched(*inputs[:3], is_causal=is_causal)
+    found = results(implementation.watched, inputs, is_causal)
     assert_near(found, _exact(inputs, is_causal), "trained on lengths that were evaluated first")
 
 
@@ -167,7 +167,7 @@ def _penalty_gradient(attention: Attention, inputs: list[Tensor]) -> Tensor:
 def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
     inputs = _inputs(device)
     wording = r"double backward|derivative for \S+ is not implemented|create_graph=False"
-    found = gradient_of_gradient(implementation, lambda: _penalty_gradient(implementation.adapted, inputs), wording)
+    found = gradient_of_gradient(implementation, lambda: _penalty_gradient(implementation.watched, inputs), wording)
     if found is not None:
         wanted = _penalty_gradient(eager_attention, [x.double() for x in inputs])
         assert_near({"dk": found}, {"dk": wanted}, "differentiated twice")
@@ -178,7 +178,7 @@ def test_a_gradient_with_create_graph_is_no_constant(
 ) -> None:
     """If the output's gradient is a constant, `once_differentiable` raises no error."""
     q, k, v, grad = _inputs(device)
-    out = implementation.adapted(q.requires_grad_(), k, v)
+    out = implementation.watched(q.requires_grad_(), k, v)
     (grad_q,) = torch.autograd.grad(out, q, grad, create_graph=True)
     if not grad_q.requires_grad:
         assert not is_ours(implementation), "with create_graph=True the gradient of q is a constant"
@@ -188,7 +188,7 @@ def test_a_gradient_with_create_graph_is_no_constant(
 def test_a_second_backward_pass_is_the_same_or_an_error(implementation: Implementation, device: str) -> None:
     inputs = _inputs(device)
     qkv = [x.detach().requires_grad_() for x in inputs[:3]]
-    out = implementation.adapted(*qkv, is_causal=True)
+    out = implementation.watched(*qkv, is_causal=True)
     torch.autograd.grad(out, qkv, inputs[3], retain_graph=True)
     try:
         gradients = torch.autograd.grad(out, qkv, inputs[3])
@@ -210,7 +210,7 @@ def test_nothing_quadratic_is_held_until_backward(implementation: Implementation
     for length in (short, long):
         q, k, v, _ = _inputs(device, length, length)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        call = lambda q=q, k=k, v=v: implementation.adapted(q, k, v, is_causal=is_causal)  # noqa: E731
+        call = lambda q=q, k=k, v=v: implementation.watched(q, k, v, is_causal=is_causal)  # noqa: E731
         held[length] = held_by(call, device)
     scores = short * short  # bytes, at one byte per score
     found = ", ".join(f"{nbytes:,} bytes at length {length}" for length, nbytes in held.items())
@@ -219,13 +219,13 @@ def test_nothing_quadratic_is_held_until_backward(implementation: Implementation
 
 def test_calls_leave_nothing_behind(implementation: Implementation, device: str) -> None:
     inputs = _inputs(device, 48, 48)
-    left = growth(lambda: results(implementation.adapted, inputs, is_causal=True), device)
+    left = growth(lambda: results(implementation.watched, inputs, is_causal=True), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
 
 
 def test_is_deterministic(implementation: Implementation, device: str, record_property: Note) -> None:
     inputs = _inputs(device)
-    first, second = (results(implementation.adapted, inputs, is_causal=True) for _ in range(2))
+    first, second = (results(implementation.watched, inputs, is_causal=True) for _ in range(2))
     differ = [name for name in first if not torch.equal(first[name], second[name])]
     if differ:
         assert not is_ours(implementation), f"{', '.join(differ)} of two equal calls differ"

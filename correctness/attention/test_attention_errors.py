@@ -31,14 +31,14 @@ def test_shapes_that_do_not_go_together_are_refused(
     *shapes, wording = MISMATCHED[how]
     inputs = [torch.randn(shape, device=device) for shape in shapes]
     what = "q {}, k {}, v {}".format(*shapes)
-    assert_refused(implementation, what, partial(implementation.adapted, *inputs), wording, record_property)
+    assert_refused(implementation, what, partial(implementation.watched, *inputs), wording, record_property)
 
 
 def test_dtypes_that_do_not_go_together_are_refused(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:
     q, k, v, _ = random_inputs((2, 1, 16), (2, 5, 16), torch.float32, device)
-    call = partial(implementation.adapted, q, k.double(), v)
+    call = partial(implementation.watched, q, k.double(), v)
     wording = "one floating dtype .*got torch.float32, torch.float64, torch.float32"
     assert_refused(implementation, "k of float64 beside q and v of float32", call, wording, record_property)
 
@@ -50,11 +50,11 @@ def test_dtypes_that_attention_is_not_defined_for_are_refused(
     """Any implementation refuses integers, which would round the output; ours refuse all but the four float dtypes."""
     inputs = [x.to(dtype) for x in random_inputs((2, 1, 16), (2, 5, 16), torch.float32, device)[:3]]
     if is_ours(implementation):
-        call = partial(implementation.adapted, *inputs)
+        call = partial(implementation.watched, *inputs)
         assert_refused(implementation, str(dtype), call, "one floating dtype", record_property)
         return
     try:
-        found = implementation.adapted(*inputs)
+        found = implementation.watched(*inputs)
     except Exception as error:
         if not isinstance(error, ValueError):
             record_property("note", f"for {dtype} it raises {type(error).__name__}, and not ValueError")
@@ -69,7 +69,7 @@ def test_nothing_to_attend_to_is_refused(
     implementation: Implementation, shapes: tuple[tuple[int, ...], ...], device: str, record_property: Note
 ) -> None:
     q, k, v = (torch.randn(shape, device=device) for shape in (shapes[0], shapes[1], shapes[1]))
-    call = partial(implementation.adapted, q, k, v)
+    call = partial(implementation.watched, q, k, v)
     if not is_ours(implementation):
         pytest.skip("the contract asks nobody else for a head_dim, or for keys, of which there are none")
     assert_refused(implementation, f"q {shapes[0]}, k {shapes[1]}", call, "attention over nothing", record_property)
@@ -94,7 +94,7 @@ def test_nothing_asked_is_an_empty_answer(
     v = torch.randn_like(k, requires_grad=True)
     gradients: tuple[Tensor, ...] = ()
     with may_raise(implementation, f"attention of {how.replace('_', ' ')}", record_property):
-        out = implementation.adapted(q, k, v, is_causal=is_causal)
+        out = implementation.watched(q, k, v, is_causal=is_causal)
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert not gradients or out.shape == q.shape, f"the output of q {tuple(q.shape)} is {tuple(out.shape)}"
     for name, x, gradient in zip("qkv", (q, k, v), gradients, strict=False):
@@ -106,5 +106,5 @@ def test_devices_that_do_not_go_together_are_refused(
 ) -> None:
     q, k, v, _ = random_inputs((2, 1, 16), (2, 5, 16), torch.float32, device)
     wording = rf"attention takes q, k, v on one device, got {device}\S*, meta, {device}"
-    call = partial(implementation.adapted, q, k.to("meta"), v)
+    call = partial(implementation.watched, q, k.to("meta"), v)
     assert_refused(implementation, "k on another device", call, wording, record_property)

@@ -30,20 +30,20 @@ def _inputs(device: str, dtype: torch.dtype = torch.float32, length: int = 7) ->
 def test_large_scores_do_not_overflow(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
     """Exponentials of large scores overflow unless the row's maximum is subtracted first."""
     q, k, v, grad = random_inputs((2, 150, 64), (2, 150, 64), dtype, device)
-    found = results(implementation.adapted, [100 * q, 100 * k, v, grad], is_causal=True)
+    found = results(implementation.watched, [100 * q, 100 * k, v, grad], is_causal=True)
     for name, x in found.items():
         assert x.isfinite().all(), f"{name} is not finite, with scores of up to {1e4 * 64**0.5:.0e}"
-    assert_as_accurate_as_eager(implementation.adapted, [20 * q, 20 * k, v, grad], is_causal=True)
+    assert_as_accurate_as_eager(implementation.watched, [20 * q, 20 * k, v, grad], is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("value", [500.0, 20_000.0])
-def test_sums_that_half_precision_lacks_do_not_overflow(
+def test_sums_that_bfloat16_and_float16_lack_do_not_overflow(
     implementation: Implementation, value: float, dtype: torch.dtype, device: str
 ) -> None:
     """600 equal keys: the weighted sum of large values overflows float16 if it is divided by the weights' sum last."""
     q, k, v, _ = random_inputs((2, 5, 16), (2, 600, 16), dtype, device)
-    out = implementation.adapted(q, k[:, :1].expand_as(k).contiguous(), torch.full_like(v, value))
+    out = implementation.watched(q, k[:, :1].expand_as(k).contiguous(), torch.full_like(v, value))
     wanted = {"out": torch.full_like(out, value, dtype=torch.float64)}
     assert_near({"out": out}, wanted, f"of 600 equal keys whose values are {value:g}", share=4 * torch.finfo(dtype).eps)
 
@@ -57,7 +57,7 @@ def test_what_is_added_to_every_score_changes_nothing(
     inputs = random_inputs((2, 70, 16), (2, 70, 16), dtype, device)
     inputs[0][..., 0] = 100.0
     inputs[1][..., 0] = added * 16**0.5 / 100
-    assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal=True)
+    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
 
 
 @WIDE
@@ -68,7 +68,7 @@ def test_a_later_key_is_not_seen_however_large_its_score(
     inputs = random_inputs((2, 40, 16), (2, 40, 16), dtype, device)
     inputs[0][..., 0] = 100.0
     inputs[1][..., 0] = torch.linspace(0, 30_000 * 16**0.5 / 100, 40, device=device, dtype=dtype)
-    assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal=True)
+    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
 
 
 @WIDE
@@ -80,7 +80,7 @@ def test_a_nan_under_a_weight_that_rounds_to_zero_reaches_what_attends_to_it(
     q, k, v, _ = random_inputs((2, 5, 16), (2, 300, 16), dtype, device)
     q[..., 0], k[:, 20:, 0] = 4.0, -float(less)
     v[:, 150, 2] = float("nan")
-    out = implementation.adapted(q, k, v)
+    out = implementation.watched(q, k, v)
     assert out[..., 2].isnan().all(), f"a NaN in v whose weight is about exp(-{less}) does not reach the output"
 
 
@@ -91,7 +91,7 @@ def test_a_nan_in_k_or_v_reaches_what_attends_to_it(
 ) -> None:
     inputs = _inputs(device)
     inputs["qkv".index(where)][3, 2] = float("nan")
-    out = implementation.adapted(*inputs[:3], is_causal=is_causal)
+    out = implementation.watched(*inputs[:3], is_causal=is_causal)
     attending = out[3 if is_causal else 0 :, 2]
     assert attending.isnan().all(), f"with a NaN in {where} at key 3 the output of queries that see it is a number"
 
@@ -115,7 +115,7 @@ def test_what_is_not_finite_reaches_what_it_concerns_and_no_more_than_in_eager(
     inputs["qkv".index(where)][3, 2] = value
     found, eager, seen = (
         {name: ~x.isfinite() for name, x in results(attention, inputs, is_causal).items()}
-        for attention in (implementation.adapted, eager_attention, _row_by_row)
+        for attention in (implementation.watched, eager_attention, _row_by_row)
     )
     for name, of_seen in seen.items():
         lost, extra = (of_seen & ~found[name]).any(), (found[name] & ~eager[name]).any()
@@ -140,7 +140,7 @@ def test_a_row_of_scores_that_are_all_minus_infinity_is_nan_or_zero(
     q, k, v, _ = _inputs(device)
     q[3], k[:, 0] = 0.0, k[:, 0].abs() + 1
     q[3, 0] = -float("inf")
-    out = implementation.adapted(q, k, v)
+    out = implementation.watched(q, k, v)
     zero = (out[3] == 0).all() and (not is_ours(implementation) or implementation.spec in SDPA)
     assert out[3].isnan().all() or zero, f"a row of scores that are all -inf gives {out[3].tolist()}"
     others = out[[0, 1, 2, 4, 5, 6]]
@@ -158,7 +158,7 @@ def test_keys_at_minus_infinity_count_for_nothing(
         )
     q, k, v, _ = random_inputs((2, 5, 16), (2, 600, 16), torch.float32, device)
     q[..., 0], k[:, :550, 0] = q[..., 0].abs() + 0.1, -float("inf")
-    found, wanted = implementation.adapted(q, k, v), eager_attention(q, k[:, 550:], v[:, 550:])
+    found, wanted = implementation.watched(q, k, v), eager_attention(q, k[:, 550:], v[:, 550:])
     if is_ours(implementation):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     elif not torch.allclose(found, wanted, rtol=1e-3, atol=1e-4):
@@ -174,7 +174,7 @@ def test_autocast_does_not_change_the_result_of_float32_inputs_much(
     found: dict[str, Tensor] = {}
     call = nullcontext() if to == torch.bfloat16 else may_raise(implementation, f"autocast to {to}", record_property)
     with call, torch.autocast(device, dtype=to):
-        found = results(implementation.adapted, inputs, is_causal=True)
+        found = results(implementation.watched, inputs, is_causal=True)
     exact = results(eager_attention, [x.double() for x in inputs], is_causal=True)
     for name, value in found.items():
         off = (value.double() - exact[name]).abs().max().item()
@@ -186,7 +186,7 @@ def test_autocast_leaves_float64_as_it_is(implementation: Implementation, device
     inputs = random_inputs((2, 2, 40, 8), (2, 2, 33, 8), torch.float64, device)
     try:
         with torch.autocast(device, dtype=torch.bfloat16):
-            found = results(implementation.adapted, inputs, is_causal=True)
+            found = results(implementation.watched, inputs, is_causal=True)
     except RuntimeError:
         return
     assert_near(found, results(eager_attention, inputs, is_causal=True), "under autocast", share=1e-10)

@@ -115,7 +115,7 @@ def test_any_history_of_calls_is_as_accurate_as_eager_and_changes_nothing_else(
 ) -> None:
     hold_calls(
         HISTORIES,
-        lambda events: play_attention(implementation.adapted, events, device),
+        lambda events: play_attention(implementation.watched, events, device),
         implementation,
         examples,
         device,

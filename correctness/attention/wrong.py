@@ -206,7 +206,7 @@ def casts_float64_under_autocast(q: Tensor, k: Tensor, v: Tensor, *, is_causal: 
     return eager_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=is_causal).to(q.dtype)
 
 
-@defect(cause="numerics", caught_by="test_sums_that_half_precision_lacks_do_not_overflow")
+@defect(cause="numerics", caught_by="test_sums_that_bfloat16_and_float16_lack_do_not_overflow")
 def divides_last_in_half_precision(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """Rounds the weighted sum of values to v's dtype before it divides by the sum of the weights."""
     q, k, v = checked(q, k, v)

@@ -44,7 +44,7 @@ def test_gradients_are_bitwise_those_without(
     implementation: Implementation, layers: int, tokens: Tensor, device: str
 ) -> None:
     plain = transformer(device, layers=layers)
-    model = implementation.adapted(transformer(device, layers=layers))
+    model = implementation.watched(transformer(device, layers=layers))
     for step in ("", "accumulated, "):
         expected = gradients(plain, tokens)
         assert all(grad is not None and grad.any() for grad in expected.values())
@@ -56,7 +56,7 @@ def test_frozen_parameters_stay_without_gradients(
     implementation: Implementation, trained: str, tokens: Tensor, device: str
 ) -> None:
     """As in fine-tuning: some blocks are frozen, or some parameters of each block."""
-    plain, model = transformer(device), implementation.adapted(transformer(device))
+    plain, model = transformer(device), implementation.watched(transformer(device))
     for each in (plain, model):
         for name, p in each.named_parameters():
             block = {"last": f"blocks.{SIZE.layers - 1}.", "first": "blocks.0."}.get(trained, "norm")
@@ -82,7 +82,7 @@ def test_gradients_under_autocast_are_bitwise_those_without(
         return gradients_of(model)
 
     expected = under_autocast(transformer(device))
-    assert_same_bits(under_autocast(implementation.adapted(transformer(device))), expected)
+    assert_same_bits(under_autocast(implementation.watched(transformer(device))), expected)
 
 
 @pytest.mark.parametrize("born", ["train", "eval"])
@@ -99,26 +99,26 @@ def test_dropout_drops_the_same_again(implementation: Implementation, born: str,
         loss.backward()
         return gradients_of(model)
 
-    checkpointed = implementation.adapted(dropping(device).train(born == "train")).train()
+    checkpointed = implementation.watched(dropping(device).train(born == "train")).train()
     assert_same_bits(dropped(checkpointed), dropped(dropping(device)))
 
 
 def test_the_same_model_twice_in_a_graph(implementation: Implementation, x: Tensor, device: str) -> None:
-    plain, model = dropping(device).eval(), implementation.adapted(dropping(device).eval())
+    plain, model = dropping(device).eval(), implementation.watched(dropping(device).eval())
     for each in (plain, model):
         (each(each(x)) + each(x)).square().mean().backward()
     assert_same_bits(gradients_of(model), gradients_of(plain))
 
 
 def test_in_eval_mode_gradients_are_those_without(implementation: Implementation, tokens: Tensor, device: str) -> None:
-    plain, model = transformer(device).eval(), implementation.adapted(transformer(device)).eval()
+    plain, model = transformer(device).eval(), implementation.watched(transformer(device)).eval()
     assert_same_bits(gradients(model, tokens), gradients(plain, tokens))
 
 
 def test_without_gradients_outputs_are_those_without(
     implementation: Implementation, tokens: Tensor, device: str
 ) -> None:
-    model = implementation.adapted(transformer(device)).eval()
+    model = implementation.watched(transformer(device)).eval()
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             found, expected = model(tokens), transformer(device)(tokens)
@@ -132,7 +132,7 @@ def test_parameters_stay_the_same_objects(implementation: Implementation, device
     model.blocks[1].requires_grad_(False).eval()
     before = [*model.named_parameters()], [*model.blocks], [(p.requires_grad) for p in model.parameters()]
     training = [module.training for module in model.modules()]
-    assert implementation.adapted(model) is model, "the policy returns another model than it was given"
+    assert implementation.watched(model) is model, "the policy returns another model than it was given"
     for name, p in before[0]:
         assert dict(model.named_parameters()).get(name) is p, f"{name} is not the parameter that it was"
     assert isinstance(model.blocks, nn.ModuleList), f"model.blocks is a {type(model.blocks).__name__} now"
@@ -142,7 +142,7 @@ def test_parameters_stay_the_same_objects(implementation: Implementation, device
 
 
 def test_names_and_classes_stay(implementation: Implementation, device: str) -> None:
-    plain, model = transformer(device), implementation.adapted(transformer(device))
+    plain, model = transformer(device), implementation.watched(transformer(device))
     assert list(model.state_dict()) == list(plain.state_dict()), "the names in state_dict change"
     for (name, mine), (_, theirs) in zip(model.named_modules(), plain.named_modules(), strict=True):
         assert isinstance(mine, type(theirs)), f"{name} was a {type(theirs).__name__}, and is a {type(mine).__name__}"
@@ -155,7 +155,7 @@ def test_forward_hooks_of_blocks_run(implementation: Implementation, tokens: Ten
     called: list[int] = []
     for i, block in enumerate(model.blocks):
         block.register_forward_hook(lambda module, inputs, output, i=i: called.append(i))
-    implementation.adapted(model)(tokens)
+    implementation.watched(model)(tokens)
     assert called == list(range(SIZE.layers)), f"forward hooks of {SIZE.layers} blocks ran for {called}"
 
 
@@ -165,14 +165,14 @@ def test_a_model_without_blocks_is_refused(implementation: Implementation, recor
     wording = "checkpointing needs `model.blocks`.* has none"
     for model in (nn.Linear(2, 2), empty):
         what = f"a {type(model).__name__} without blocks"
-        assert_refused(implementation, what, partial(implementation.adapted, model), wording, record_property)
+        assert_refused(implementation, what, partial(implementation.watched, model), wording, record_property)
 
 
 def test_a_second_policy_is_refused(implementation: Implementation, record_property: Note) -> None:
     """It would recompute everything a second time."""
     if not claims_to_save(implementation.target):
         pytest.skip(f"{implementation} checkpoints nothing, so it may be applied twice")
-    call = partial(implementation.adapted, implementation.adapted(Dropping()))
+    call = partial(implementation.watched, implementation.watched(Dropping()))
     assert_refused(implementation, "a second policy", call, "this Dropping is checkpointed already", record_property)
 
 

@@ -175,7 +175,7 @@ def _problem(implementation: Implementation, history: History, device: str) -> P
     """
     expected = _results(lambda model: model, history, device)
     try:
-        found = _results(implementation.adapted, history, device)
+        found = _results(implementation.watched, history, device)
     except Refused as error:
         raise Refused(f"blocks take no further arguments: {error}") from error
     except Exception as error:

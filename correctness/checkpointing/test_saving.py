@@ -63,7 +63,7 @@ def test_it_saves_in_each_mode_whatever_is_frozen(
 
     The peak is not lower if backward recomputes all blocks before it frees any.
     """
-    found = _in_mode(implementation.adapted, mode, frozen, device)
+    found = _in_mode(implementation.watched, mode, frozen, device)
     plain = _without(mode, frozen, device)
     when = f"in {mode} mode with {frozen} frozen"
     for name in ("a forward without gradients", "an output that is dropped", "backward"):

@@ -58,7 +58,7 @@ def wrong_results(
     implementation: Implementation, name: str, device: str, dtypes: list[torch.dtype], segment_bytes: int | None
 ) -> list[str]:
     """Describe this rank's wrong results, over sizes and dtypes, out of place and in place."""
-    target, wrong = implementation.adapted, []
+    target, wrong = implementation.watched, []
     with _segments_of(segment_bytes):
         places = [False] if name == "all_reduce" else [False, True]
         calls = product(dtypes, SIZES, places, [False])
@@ -109,7 +109,7 @@ def so_many_at_once(implementation: Implementation, count: int, device: str) -> 
     wrong = []
     for name in COLLECTIVES:
         calls = [Call(name, small_integers(torch.float32, seed), 3, device) for seed in range(count)]
-        for handle in [call.start(implementation.adapted, async_op=True) for call in calls][::-1]:
+        for handle in [call.start(implementation.watched, async_op=True) for call in calls][::-1]:
             handle.wait()
         wrong += [f"{i + 1} of {count} under way: {line}" for i, call in enumerate(calls) for line in call.wrong()]
     return wrong
@@ -135,7 +135,7 @@ def in_groups_side_by_side(implementation: Implementation, device: str) -> list[
 
 def _wrong_in(implementation: Implementation, groups: list[dist.ProcessGroup | None], device: str) -> list[str]:
     """Describe wrong results in this rank's groups, with synchronous and asynchronous collectives."""
-    target, wrong = implementation.adapted, []
+    target, wrong = implementation.watched, []
     for async_op in (False, True):
         calls = [
             Call(name, small_integers(torch.float32, seed), 13, device, group=group)
@@ -179,8 +179,8 @@ def bytes_counted(implementation: Implementation, name: str, elements: int, devi
     }
     tensors = [torch.zeros(n, dtype=torch.float64, device=device) for n in arguments[name]]
     with count_bytes_sent() as sent:
-        getattr(implementation.adapted, name)(*tensors)
-    getattr(implementation.adapted, name)(*tensors)  # not counted
+        getattr(implementation.watched, name)(*tensors)
+    getattr(implementation.watched, name)(*tensors)  # not counted
     return sent.nbytes
 
 

@@ -37,7 +37,7 @@ def while_others_do_not_wait(implementation: Implementation, waits: int, token: 
     rank, wrong = dist.get_rank(), []
     store = dist.distributed_c10d._get_default_store()
     call = Call("all_reduce", small_integers(torch.float32), N, device)
-    handle = call.start(implementation.adapted, async_op=True)
+    handle = call.start(implementation.watched, async_op=True)
     if rank == waits:
         handle.wait()
         wrong = [f"as wait() returned: {line}" for line in call.wrong()]
@@ -60,7 +60,7 @@ def test_a_collective_goes_on_while_the_other_ranks_do_something_else(
 
 def with_a_late_rank(implementation: Implementation, late: int, async_op: bool, device: str) -> list[str]:
     """Start one rank late; check the result as soon as the call, or `wait`, returns."""
-    target, wrong = implementation.adapted, []
+    target, wrong = implementation.watched, []
     for name in COLLECTIVES:
         call = Call(name, small_integers(torch.float32), 10_007, device)
         with delayed(before=0.05, on=late % dist.get_world_size()):
@@ -92,7 +92,7 @@ def test_results_are_there_when_wait_returns(
 
 def on_nccl(implementation: Implementation) -> None:
     with patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
-        implementation.adapted.all_reduce(torch.ones(3))
+        implementation.watched.all_reduce(torch.ones(3))
 
 
 @pytest.mark.family("collectives", only=OURS)
@@ -117,7 +117,7 @@ def beside_messages(implementation: Implementation, device: str) -> bool:
     own = dist.batch_isend_irecv(
         [dist.P2POp(dist.irecv, theirs, (rank - 1) % ranks), dist.P2POp(dist.isend, message, (rank + 1) % ranks)]
     )
-    handle = implementation.adapted.all_reduce(total, async_op=True)
+    handle = implementation.watched.all_reduce(total, async_op=True)
     for each in [*own, handle]:
         each.wait()
     return bool((theirs == (rank - 1) % ranks).all()) and bool((total == ranks).all())
@@ -135,7 +135,7 @@ def test_messages_of_the_callers_own_do_not_mix_with_it(
 
 def errors_of(implementation: Implementation) -> list[str]:
     """Return the errors that this rank raises for invalid calls."""
-    target, ranks, said = implementation.adapted, dist.get_world_size(), []
+    target, ranks, said = implementation.watched, dist.get_world_size(), []
     for name, tensors in (
         ("all_reduce", [torch.ones(4, 3).T]),
         ("reduce_scatter", [torch.ones(3), torch.ones(3 * ranks + 1)]),
@@ -167,7 +167,7 @@ def test_tensors_that_do_not_go_together_are_one_line(implementation: Implementa
 def wait_for_a_rank_that_dies(implementation: Implementation) -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    implementation.adapted.all_reduce(torch.ones(N), async_op=True).wait()
+    implementation.watched.all_reduce(torch.ones(N), async_op=True).wait()
 
 
 @pytest.mark.family("collectives", only=("ring",))
@@ -186,7 +186,7 @@ def threads_after_a_group(implementation: Implementation) -> list[int]:
     counts = [workers()]
     group = dist.new_group()
     for _ in range(2):
-        implementation.adapted.all_reduce(torch.ones(3), group)
+        implementation.watched.all_reduce(torch.ones(3), group)
     counts.append(workers())
     dist.destroy_process_group(group)
     del group

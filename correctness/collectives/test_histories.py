@@ -120,7 +120,7 @@ class Waiting:
     """The collectives of a history on this rank; it draws its own waits between the starts."""
 
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
-        self.target, self.device = implementation.adapted, device
+        self.target, self.device = implementation.watched, device
         self.rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
         runs = [event.starts for event in history.events if isinstance(event, Starts)]
         keys = sorted({(start.ranks, start.which) for starts in runs for start in starts})
@@ -240,7 +240,7 @@ def start_waits(implementation: Implementation, token: str, device: str) -> bool
         said = f"{token} {name}"
         if rank > 0 and not wait_until(lambda said=said: store.check([said]), seconds=0.5):
             waited = True
-        handle = Call(name, small_integers(torch.float32), 97, device).start(implementation.adapted, async_op=True)
+        handle = Call(name, small_integers(torch.float32), 97, device).start(implementation.watched, async_op=True)
         if rank == 0:
             store.set(said, "started")
         handle.wait()

@@ -26,7 +26,7 @@ def test_results_of_several_segments(implementation: Implementation, name: str, 
     for in_place in [False] if name == "all_reduce" else [False, True]:
         elements = 2_400_011 if name == "all_reduce" else 800_003
         call = Call(name, small_integers(torch.float32), elements, device, in_place=in_place)
-        call.start(implementation.adapted)
+        call.start(implementation.watched)
         wrong += call.wrong()
     return wrong
 
@@ -53,7 +53,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @on_every_rank
 def test_sums_are_as_exact_as_the_dtype(implementation: Implementation, dtype: torch.dtype, device: str) -> list[str]:
-    target, wrong = implementation.adapted, []
+    target, wrong = implementation.watched, []
     for name, elements, async_op in product(("all_reduce", "reduce_scatter"), (101, 70_001), (False, True)):
         call = Call(name, of_every_magnitude(dtype), elements, device)
         handle = call.start(target, async_op)
@@ -70,7 +70,7 @@ def random_sums(implementation: Implementation, device: str) -> list[Tensor]:
     generator, totals = torch.Generator().manual_seed(dist.get_rank()), []
     for dtype, size in product((torch.float32, torch.bfloat16), SIZES):
         total = torch.randn(size, generator=generator).to(device, dtype)
-        implementation.adapted.all_reduce(total)
+        implementation.watched.all_reduce(total)
         totals.append(total.cpu())
     return totals
 
@@ -102,7 +102,7 @@ def test_what_is_gathered_has_the_bits_that_were_sent(implementation: Implementa
         for each in drawn:
             each[0] = -end - 1  # -0.0
         output = torch.zeros(ranks * size, dtype=dtype, device=device)
-        implementation.adapted.all_gather(output, drawn[dist.get_rank()].to(device).view(dtype))
+        implementation.watched.all_gather(output, drawn[dist.get_rank()].to(device).view(dtype))
         differ = int((output.view(bits).cpu() != torch.cat(drawn)).sum())
         if differ:
             wrong.append(f"all_gather of {dtype}: {differ} of {ranks * size} elements have other bits than were sent")
@@ -113,7 +113,7 @@ def test_what_is_gathered_has_the_bits_that_were_sent(implementation: Implementa
 @on_every_rank
 def test_tensors_of_several_dimensions_and_views(implementation: Implementation, name: str, device: str) -> list[str]:
     """Use multi-dimensional views inside larger tensors; describe wrong results and writes around the views."""
-    target, ranks, wrong = implementation.adapted, dist.get_world_size(), []
+    target, ranks, wrong = implementation.watched, dist.get_world_size(), []
     small = (3, 2, 5)
     for dtype in (torch.float32, torch.int64):
         large = (ranks * small[0], *small[1:])
@@ -134,7 +134,7 @@ def test_tensors_of_several_dimensions_and_views(implementation: Implementation,
 @on_every_rank
 def test_a_tensor_without_dimensions(implementation: Implementation, device: str) -> list[str]:
     tensor = torch.tensor(dist.get_rank() + 1.0, device=device)
-    implementation.adapted.all_reduce(tensor)
+    implementation.watched.all_reduce(tensor)
     ranks = dist.get_world_size()
     expected = ranks * (ranks + 1) / 2
     found = f"an all-reduce of a tensor without dimensions is {tensor.item()} and not {expected}"
@@ -145,7 +145,7 @@ def parameter_sum(implementation: Implementation, device: str) -> bool:
     """Return True if a parameter is summed without `torch.no_grad()`."""
     parameter = torch.nn.Parameter(torch.ones(3, device=device))
     try:
-        implementation.adapted.all_reduce(parameter)
+        implementation.watched.all_reduce(parameter)
     except RuntimeError:  # torch refuses the in-place change
         return False
     return bool((parameter == dist.get_world_size()).all())

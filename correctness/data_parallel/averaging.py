@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardmark.api import Implementation, Unsupported
+from shardmark.api import Implementation, NotAsked
 
 Own = Callable[[int], list[Tensor | None]]
 """`own(rank)` lists that rank's gradients before averaging; None where its loss does not reach the parameter."""
@@ -29,7 +29,7 @@ class Products(nn.Module):
 
 def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
     """Wrap the module with those options that the implementation accepts."""
-    return implementation.adapted(module, **{k: v for k, v in options.items() if implementation.accepts(k)})
+    return implementation.watched(module, **{k: v for k, v in options.items() if implementation.accepts(k)})
 
 
 def bucket_sizes(implementation: Implementation) -> list[dict[str, float]]:
@@ -43,9 +43,9 @@ def is_torchs(model: Any) -> bool:
 
 
 def needs_backward_on_every_rank(model: Any) -> None:
-    """Raise Unsupported for torch's DDP: it communicates in backward, so each rank must call it."""
+    """Raise NotAsked for torch's DDP: it communicates in backward, so each rank must call it."""
     if is_torchs(model):
-        raise Unsupported("torch's DistributedDataParallel communicates in backward, so every rank must have one")
+        raise NotAsked("torch's DistributedDataParallel communicates in backward, so every rank must have one")
 
 
 def values(rank: int, *like: Tensor, step: int = 0) -> list[Tensor]:

@@ -63,7 +63,7 @@ def test_many_buckets_give_the_same(implementation: Implementation, world: World
 
 
 def train_own_model_on_rank(implementation: Implementation, case: OwnModelCase, device: str) -> Trained:
-    model = implementation.adapted(own_model(case, device, dist.get_rank()).module)
+    model = implementation.watched(own_model(case, device, dist.get_rank()).module)
     return train(model, case, device, model.module.named_parameters, model.finish_gradient_synchronization)
 
 

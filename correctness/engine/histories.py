@@ -24,7 +24,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from correctness.engine.examples import FEW_EXAMPLES, PATIENCE
+from correctness.engine.examples import FEW_EXAMPLES, PATIENCE, left_out
+from shardmark.api import note_unasked
 from shardmark.ranks.world import World
 
 SHRINKING, SHRINKING_ON_RANKS = 5.0, 20.0
@@ -161,15 +162,16 @@ def hold(
     """Play that many random histories, and the simplest one; raise AssertionError with the shortest that fails.
 
     `plays(history)` returns the history's first problem or raises. The run's --seed draws the same histories again.
-    Where few are asked for, none is begun after `patience` seconds. A failure is shortened for so many `seconds`, and
-    as long as `can_go_on()`.
+    Where few are asked for, none is begun after `patience` seconds of this thread. A failure is shortened for so many
+    `seconds`, and as long as `can_go_on()`.
     """
     __tracebackhide__ = True
     search = _Search(plays, seconds, can_go_on)
-    until = time.perf_counter() + patience if examples <= FEW_EXAMPLES else float("inf")
+    until = time.thread_time() + patience if examples <= FEW_EXAMPLES else float("inf")
     for number in range(examples + 1):
         search.try_one(histories, number)
-        if time.perf_counter() > until and search.failure is None:
+        if time.thread_time() > until and search.failure is None and number < examples:
+            note_unasked(left_out(patience))
             return
         if search.failure is not None:
             raise search.failure from None

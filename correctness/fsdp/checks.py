@@ -86,7 +86,7 @@ def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> A
     accepts them."""
     every = ("process_group", "compute_dtype", "reduce_dtype")
     options = {"wrap": LINEARS, **options}
-    return implementation.adapted(
+    return implementation.watched(
         module, **{k: v for k, v in options.items() if k in every or implementation.accepts(k)}
     )
 

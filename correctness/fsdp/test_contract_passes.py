@@ -31,7 +31,7 @@ from correctness.fsdp.checks import (
     wrap,
 )
 from correctness.support.whole_batch import DIM, UsedTwice, batch, loss, own_batch
-from shardmark.api import Implementation, Unsupported
+from shardmark.api import Implementation, NotAsked
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
@@ -82,7 +82,7 @@ def test_two_forwards_may_precede_their_backwards(implementation: Implementation
     """Run two steps, as an implementation may predict a step from the one before."""
     model, plain = both(implementation, UsedTwice, device)
     if order != "together" and contains(model, FSDP1):
-        raise Unsupported("PyTorch's FSDP1 takes one backward for all forwards before it")
+        raise NotAsked("PyTorch's FSDP1 takes one backward for all forwards before it")
     optimizers = SGDs(model, plain, lr=1.0)
     for step in (0, 2):
         optimizers.zero_grad()

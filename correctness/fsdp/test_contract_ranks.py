@@ -34,7 +34,7 @@ from correctness.fsdp.checks import (
 from correctness.support.communication import delayed
 from correctness.support.contracts import is_ours
 from impl.fsdp import whole
-from shardmark.api import Implementation, Unsupported
+from shardmark.api import Implementation, NotAsked
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
@@ -108,7 +108,7 @@ def clip_on_rank(implementation: Implementation, name: str, max_norm: float, dev
     kind = ODD_MODULES[name]
     model, plain = both(implementation, kind, device, wrap=whole)
     if not hasattr(model, "clip_grad_norm_"):
-        raise Unsupported("it has no clip_grad_norm_(), which may be left out")
+        raise NotAsked("it has no clip_grad_norm_(), which may be left out")
     whole_backward(plain, 0, device)
     synchronized_backward(model, 0, device)
     norm = float(model.clip_grad_norm_(max_norm))
@@ -131,7 +131,7 @@ def clip_half_on_rank(implementation: Implementation, device: str) -> str:
     plain = nn.Sequential(nn.Linear(8, 8)).to(device, torch.float16)
     model = wrap(implementation, copy.deepcopy(plain), wrap=whole)
     if not hasattr(model, "clip_grad_norm_"):
-        raise Unsupported("it has no clip_grad_norm_(), which may be left out")
+        raise NotAsked("it has no clip_grad_norm_(), which may be left out")
     for each in (plain, model):
         (64 * each(torch.ones(4, 8, dtype=torch.float16, device=device))).sum().backward()
     model.finish_gradient_synchronization()

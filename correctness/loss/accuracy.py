@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,7 +57,7 @@ def assert_as_accurate_as_eager(loss_of: Loss, inputs: Inputs, times: float = 2,
     in the worst case. A gradient is a sum of products: in half precision one rounding of each, with random signs
     (root of the sum of squares), and one in the dtype of the sum in the worst case."""
     found = results(loss_of, inputs, **options)
-    assert_accurate(found, inputs, times, half_loss=loss_of is linear_cross_entropy, **options)
+    assert_accurate(found, inputs, times, half_loss=inspect.unwrap(loss_of) is linear_cross_entropy, **options)
 
 
 def assert_accurate(

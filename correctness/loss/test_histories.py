@@ -85,6 +85,6 @@ def test_any_history_of_calls_is_as_accurate_as_eager_and_changes_nothing_else(
     implementation: Implementation, examples: int, device: str
 ) -> None:
     def run(events: list[Call]) -> list[Running]:
-        return play(events, lambda call: Running(implementation.adapted, call, device), torch.Tensor.zero_)
+        return play(events, lambda call: Running(implementation.watched, call, device), torch.Tensor.zero_)
 
     hold_calls(HISTORIES, run, implementation, examples, device)

@@ -35,7 +35,7 @@ def test_ignores_any_index(implementation: Implementation, ignore_index: int, de
     """Ignored tokens change nothing, for an index inside the vocabulary (its first, its last) and far outside it."""
     inputs = random_inputs(40, 16, 31, device, ignored=ignore_index)
     inputs.targets[2], inputs.targets[3] = 0, 30
-    found = results(implementation.adapted, inputs, ignore_index=ignore_index)
+    found = results(implementation.watched, inputs, ignore_index=ignore_index)
     kept = inputs.targets != ignore_index
     wanted = results(eager_loss, replace(inputs, hidden=inputs.hidden[kept], targets=inputs.targets[kept]))
     of_ignored = found["grad_hidden"][~kept]
@@ -49,7 +49,7 @@ def test_ignores_any_index(implementation: Implementation, ignore_index: int, de
 def test_takes_every_option(implementation: Implementation, options: str, dtype: torch.dtype, device: str) -> None:
     ignored = OPTIONS[options].get("ignore_index", -100)
     inputs = random_inputs(40, 24, 97, device, dtype, ignored)
-    assert_as_accurate_as_eager(implementation.adapted, inputs, **OPTIONS[options])
+    assert_as_accurate_as_eager(implementation.watched, inputs, **OPTIONS[options])
 
 
 SIZES = {  # tokens, dim, vocab
@@ -76,14 +76,14 @@ LARGE = ("chunk_and_one", "several_chunks", "beyond_2048")
 def test_is_as_accurate_as_eager(implementation: Implementation, size: str, dtype: torch.dtype, device: str) -> None:
     if implementation.spec in SUM_IN_HALF and size == "beyond_2048" and dtype.itemsize == 2:
         pytest.skip("it sums the gradients of its chunks in half precision: with more chunks its error is larger")
-    assert_as_accurate_as_eager(implementation.adapted, random_inputs(*SIZES[size], device, dtype))
+    assert_as_accurate_as_eager(implementation.watched, random_inputs(*SIZES[size], device, dtype))
 
 
 @pytest.mark.parametrize("tokens", [pytest.param(65_540, marks=pytest.mark.large)])
 def test_takes_more_tokens_than_16_bits_count(implementation: Implementation, tokens: int, device: str) -> None:
     inputs = random_inputs(tokens, 2, 5, device)
     wanted = results(eager_loss, inputs.to(torch.float64))
-    assert_near(results(implementation.adapted, inputs), wanted, f"of {tokens:,} tokens")
+    assert_near(results(implementation.watched, inputs), wanted, f"of {tokens:,} tokens")
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -96,7 +96,7 @@ def test_several_small_chunks_are_as_accurate(
     if reason := implementation.unavailable_reason(device):
         pytest.skip(reason)
     monkeypatch.setattr(fused, "chunk_tokens", lambda *sizes: 7)
-    assert_as_accurate_as_eager(implementation.adapted, random_inputs(30, 24, 41, device, dtype))
+    assert_as_accurate_as_eager(implementation.watched, random_inputs(30, 24, 41, device, dtype))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -151,14 +151,14 @@ def test_large_logits_of_ignored_targets_change_nothing(
     few = replace(inputs, hidden=inputs.hidden[kept], targets=inputs.targets[kept])
     wanted = results(eager_loss, few.to(torch.float64), **OPTIONS[options])
     inputs.hidden[~kept] *= 1e25
-    found = results(implementation.adapted, inputs, **OPTIONS[options])
+    found = results(implementation.watched, inputs, **OPTIONS[options])
     found["grad_hidden"] = found["grad_hidden"][kept]
     assert_near(found, wanted, "with logits of 1e25 at ignored targets", share=1e-5)
 
 
 def _assert_zero(implementation: Implementation, inputs: Inputs, options: dict[str, Any]) -> None:
     inputs.targets.fill_(options.get("ignore_index", -100))
-    for name, found in results(implementation.adapted, inputs, **options).items():
+    for name, found in results(implementation.watched, inputs, **options).items():
         first, tokens = found.flatten()[:3].tolist(), len(inputs.targets)
         assert (found == 0).all(), f"of {tokens} tokens, all ignored, {name} is {first}, not 0"
 
@@ -171,7 +171,7 @@ def test_none_is_lost_of_any_number(implementation: Implementation, examples: in
     for n in one_beyond_tiles(examples):
         inputs = random_inputs(n if of == "tokens" else 3, 4, 5 if of == "tokens" else n, device, ignored=None)
         inputs.targets[-1:] = len(inputs.weight) - 1
-        found = results(implementation.adapted, inputs)
+        found = results(implementation.watched, inputs)
         assert_near(found, results(eager_loss, inputs.to(torch.float64)), f"of {n} {of}")
 
 
@@ -183,7 +183,7 @@ def test_takes_non_contiguous_inputs(implementation: Implementation, how: str, d
     targets = inputs.targets.repeat_interleave(2)[::2]
     apart = replace(inputs, hidden=view(inputs.hidden), weight=view(inputs.weight), targets=targets)
     assert not any(x.is_contiguous() for x in (apart.hidden, apart.weight, apart.targets))
-    assert_as_accurate_as_eager(implementation.adapted, apart)
+    assert_as_accurate_as_eager(implementation.watched, apart)
 
 
 @pytest.mark.parametrize("needed", ["hidden", "weight"])
@@ -191,7 +191,7 @@ def test_gives_gradients_to_what_requires_them(implementation: Implementation, n
     inputs = random_inputs(33, 8, 40, device)
     wanted = results(eager_loss, inputs.to(torch.float64))[f"grad_{needed}"]
     hidden, weight = inputs.hidden.requires_grad_(needed == "hidden"), inputs.weight.requires_grad_(needed == "weight")
-    (3 * implementation.adapted(hidden, weight, inputs.targets)).backward()
+    (3 * implementation.watched(hidden, weight, inputs.targets)).backward()
     found, none = (hidden.grad, weight.grad) if needed == "hidden" else (weight.grad, hidden.grad)
     assert none is None, f"what requires no gradient has one, where {needed} alone requires one"
     assert found is not None, f"{needed} alone requires a gradient, and has none"

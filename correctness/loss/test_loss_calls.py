@@ -26,7 +26,7 @@ def _exact(inputs: Inputs, **options: Any) -> dict[str, Tensor]:
 def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: str) -> None:
     inputs = random_inputs(40, 16, 31, device)
     before = {name: x.clone() for name, x in _tensors(inputs).items()}
-    results(implementation.adapted, inputs)
+    results(implementation.watched, inputs)
     assert_unchanged(before, _tensors(inputs), "after forward and backward")
 
 
@@ -39,7 +39,7 @@ def test_two_forwards_before_either_backward(implementation: Implementation, fir
     for inputs, ignored in calls:
         hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
         leaves.append((hidden, weight))
-        losses.append(implementation.adapted(hidden, weight, inputs.targets, ignore_index=ignored))
+        losses.append(implementation.watched(hidden, weight, inputs.targets, ignore_index=ignored))
     for i in (first_backward, 1 - first_backward):
         inputs, ignored = calls[i]
         gradients = torch.autograd.grad(inputs.grad * losses[i], leaves[i])
@@ -53,9 +53,9 @@ def test_results_stay_while_other_calls_run(implementation: Implementation, with
     def call() -> dict[str, Tensor]:
         inputs = random_inputs(40, 16, 31, device)
         if with_gradients:
-            return results(implementation.adapted, inputs)
+            return results(implementation.watched, inputs)
         with torch.no_grad():
-            return {"loss": implementation.adapted(inputs.hidden, inputs.weight, inputs.targets)}
+            return {"loss": implementation.watched(inputs.hidden, inputs.weight, inputs.targets)}
 
     first = call()
     before = {name: x.clone() for name, x in first.items()}
@@ -76,7 +76,7 @@ def test_two_losses_of_one_weight_add_up(implementation: Implementation, device:
         return dict(zip(("grad_hidden", "grad_weight", "gradient of the other hidden"), found, strict=True))
 
     wanted = gradients(eager_loss, torch.float64)
-    assert_near(gradients(implementation.adapted, torch.float32), wanted, "of three losses' sum", share=1e-5)
+    assert_near(gradients(implementation.watched, torch.float32), wanted, "of three losses' sum", share=1e-5)
 
 
 SEQUENCE: list[tuple[int, int, torch.dtype, dict[str, Any]]] = [  # tokens, vocab, dtype, options
@@ -98,7 +98,7 @@ def test_calls_of_other_sizes_and_options_between(implementation: Implementation
         inputs = random_inputs(tokens, 16, vocab, device, dtype)
         inputs.targets[inputs.targets < 0] = options.get("ignore_index", -100)
         try:
-            found = results(implementation.adapted, inputs, **options)
+            found = results(implementation.watched, inputs, **options)
         except Unsupported:
             continue
         when = f"{tokens} tokens, {vocab} words, {dtype}, {options or 'no options'}, after other calls"
@@ -116,11 +116,11 @@ def test_the_same_tensors_changed_in_place_give_other_results(
     inputs = random_inputs(40, 16, 31, device)
     tensors = [x.requires_grad_(mode == "gradients") for x in (inputs.hidden, inputs.weight)]
     with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, torch.enable_grad)():
-        implementation.adapted(*tensors, inputs.targets)
+        implementation.watched(*tensors, inputs.targets)
         for x in tensors:
             x.data.mul_(-0.5)
         inputs.targets.copy_(inputs.targets.roll(1))
-        loss = implementation.adapted(*tensors, inputs.targets)
+        loss = implementation.watched(*tensors, inputs.targets)
     wanted, found = _exact(inputs), {"loss": loss.detach()}
     if mode == "gradients":
         gradients = torch.autograd.grad(inputs.grad * loss, tensors)
@@ -132,8 +132,8 @@ def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation
     """Sizes that no other test has: tensors cached under inference_mode cannot be saved for backward."""
     inputs = random_inputs(43, 12, 37, device)
     with torch.inference_mode():
-        implementation.adapted(inputs.hidden, inputs.weight, inputs.targets)
-    found = results(implementation.adapted, inputs)
+        implementation.watched(inputs.hidden, inputs.weight, inputs.targets)
+    found = results(implementation.watched, inputs)
     assert_near(found, _exact(inputs), "trained on sizes that were evaluated first")
 
 
@@ -152,7 +152,7 @@ def _penalty_gradient(loss_of: Loss, inputs: Inputs) -> Tensor:
 def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
     inputs = random_inputs(20, 8, 13, device)
     wording = r"double backward|derivative for \S+ is not implemented|does not require grad"
-    found = gradient_of_gradient(implementation, lambda: _penalty_gradient(implementation.adapted, inputs), wording)
+    found = gradient_of_gradient(implementation, lambda: _penalty_gradient(implementation.watched, inputs), wording)
     if found is not None:
         wanted = _penalty_gradient(eager_loss, inputs.to(torch.float64))
         assert_near({"grad_weight": found}, {"grad_weight": wanted}, "differentiated twice")
@@ -161,7 +161,7 @@ def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implement
 def test_a_second_backward_pass_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
     inputs = random_inputs(20, 8, 13, device)
     hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
-    loss = inputs.grad * implementation.adapted(hidden, weight, inputs.targets)
+    loss = inputs.grad * implementation.watched(hidden, weight, inputs.targets)
     loss.backward(retain_graph=True)
     wanted = _exact(inputs)
     try:
@@ -181,13 +181,13 @@ def test_a_second_backward_pass_is_right_or_a_clear_error(implementation: Implem
 
 def test_calls_leave_nothing_behind(implementation: Implementation, device: str) -> None:
     inputs = random_inputs(128, 16, 64, device)
-    left = growth(lambda: results(implementation.adapted, inputs), device)
+    left = growth(lambda: results(implementation.watched, inputs), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
 
 
 def test_is_deterministic(implementation: Implementation, device: str, record_property: Note) -> None:
     inputs = random_inputs(40, 24, 97, device)
-    first, second = (results(implementation.adapted, inputs) for _ in range(2))
+    first, second = (results(implementation.watched, inputs) for _ in range(2))
     differ = [name for name in first if not torch.equal(first[name], second[name])]
     if differ:
         assert not is_ours(implementation), f"{', '.join(differ)} of two equal calls differ"

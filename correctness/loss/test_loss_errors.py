@@ -30,7 +30,7 @@ def test_shapes_that_do_not_go_together_are_refused(
     hidden, weight = (torch.randn(shape, device=device) for shape in shapes)
     targets = torch.zeros(targets_shape, dtype=torch.int64, device=device)
     what = f"hidden {shapes[0]}, weight {shapes[1]}, targets {targets_shape}"
-    call = partial(implementation.adapted, hidden, weight, targets)
+    call = partial(implementation.watched, hidden, weight, targets)
     assert_refused(implementation, what, call, wording, record_property)
 
 
@@ -39,20 +39,20 @@ def test_an_empty_vocabulary_is_refused(implementation: Implementation, device: 
         pytest.skip("the contract says nothing of a vocabulary without words")
     hidden, targets = torch.randn(4, 8, device=device), torch.zeros(4, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match=r"^loss over nothing: weight \(0, 8\)[^\n]*$"):
-        implementation.adapted(hidden, hidden[:0], targets)
+        implementation.watched(hidden, hidden[:0], targets)
 
 
 def test_dtypes_and_devices_that_do_not_go_together_are_refused(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:
     x = random_inputs(4, 8, 5, device)
-    mixed = partial(implementation.adapted, x.hidden, x.weight.double(), x.targets)
+    mixed = partial(implementation.watched, x.hidden, x.weight.double(), x.targets)
     wording = "one floating dtype .*got torch.float32, torch.float64"
     assert_refused(implementation, "hidden of float32, weight of float64", mixed, wording, record_property)
-    whole = partial(implementation.adapted, x.hidden.int(), x.weight.int(), x.targets)
+    whole = partial(implementation.watched, x.hidden.int(), x.weight.int(), x.targets)
     wording = "one floating dtype .*got torch.int32, torch.int32"
     assert_refused(implementation, "hidden and weight of int32", whole, wording, record_property)
-    elsewhere = partial(implementation.adapted, x.hidden, x.weight.to("meta"), x.targets)
+    elsewhere = partial(implementation.watched, x.hidden, x.weight.to("meta"), x.targets)
     assert_refused(implementation, "weight on another device", elsewhere, "on one device, got .*meta", record_property)
 
 
@@ -60,7 +60,7 @@ def test_targets_of_other_integers_are_refused_or_right(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:
     x = random_inputs(9, 8, 5, device)
-    call = partial(implementation.adapted, x.hidden, x.weight, x.targets.int())
+    call = partial(implementation.watched, x.hidden, x.weight, x.targets.int())
     if is_ours(implementation):
         wording = "targets of torch.int64, got torch.int32"
         assert_refused(implementation, "targets of int32", call, wording, record_property)
@@ -78,7 +78,7 @@ def test_targets_that_are_not_integers_are_refused(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:
     x = random_inputs(4, 8, 5, device, ignored=None)
-    call = partial(implementation.adapted, x.hidden, x.weight, x.targets + 0.5)
+    call = partial(implementation.watched, x.hidden, x.weight, x.targets + 0.5)
     wording = "targets of torch.int64, got torch.float32"
     assert_refused(implementation, "targets of float32", call, wording, record_property)
 
@@ -95,7 +95,7 @@ def test_options_out_of_range_are_refused(
     implementation: Implementation, what: str, options: dict[str, Any], wording: str, device: str, record_property: Note
 ) -> None:
     x = random_inputs(4, 8, 5, device)
-    call = partial(implementation.adapted, x.hidden, x.weight, x.targets, **options)
+    call = partial(implementation.watched, x.hidden, x.weight, x.targets, **options)
     assert_refused(implementation, what, call, wording, record_property)
 
 
@@ -105,7 +105,7 @@ def test_a_z_loss_that_is_not_finite_is_refused(implementation: Implementation, 
         pytest.skip("the contract says nothing of a z_loss that is not finite")
     x = random_inputs(4, 8, 5, device)
     with pytest.raises(ValueError, match=rf"^z_loss is 0 or more and finite, got {z_loss}[^\n]*$"):
-        implementation.adapted(x.hidden, x.weight, x.targets, z_loss=z_loss)
+        implementation.watched(x.hidden, x.weight, x.targets, z_loss=z_loss)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_target_out_of_range_is_refused(
         pytest.skip("there it is a device-side assertion, after which the process has no use of its GPU")
     x = random_inputs(4, 8, 5, device, ignored=ignored)
     x.targets[2] = target
-    call = partial(implementation.adapted, x.hidden, x.weight, x.targets, ignore_index=ignored)
+    call = partial(implementation.watched, x.hidden, x.weight, x.targets, ignore_index=ignored)
     wording = rf"in \[0, 5\)[^\n]*targets\[2\] is {target}"
     what = f"target {target} of 5 words with ignore_index={ignored}"
     assert_refused(implementation, what, call, wording, record_property)

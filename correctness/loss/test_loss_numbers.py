@@ -21,7 +21,7 @@ WIDE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_large_logits_do_not_overflow(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
     """Exponentials of large logits overflow unless the row's maximum is subtracted first."""
     inputs = random_inputs(40, 16, 31, device, dtype)
-    assert_as_accurate_as_eager(implementation.adapted, replace(inputs, hidden=1000 * inputs.hidden))
+    assert_as_accurate_as_eager(implementation.watched, replace(inputs, hidden=1000 * inputs.hidden))
 
 
 @WIDE
@@ -32,7 +32,7 @@ def test_what_is_added_to_every_logit_changes_nothing(
     """Logits all far below zero: a running maximum that starts at zero would underflow every term."""
     inputs = random_inputs(40, 16, 31, device, dtype)
     inputs.hidden[:, 0], inputs.weight[:, 0] = 100.0, added / 100
-    assert_as_accurate_as_eager(implementation.adapted, inputs)
+    assert_as_accurate_as_eager(implementation.watched, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -42,7 +42,7 @@ def test_statistics_of_half_precision_are_in_float32(
     """Logits near zero round by little; a log-sum-exp near 8 would round by much in half precision."""
     inputs = random_inputs(40, 16, 3000, device)
     inputs = replace(inputs, hidden=inputs.hidden / 64).to(dtype)
-    assert_as_accurate_as_eager(implementation.adapted, inputs)
+    assert_as_accurate_as_eager(implementation.watched, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -55,7 +55,7 @@ def test_divides_by_the_exact_number_of_targets(
     if implementation.target is linear_cross_entropy:
         pytest.skip("PyTorch's own sums the loss of half precision in half precision")
     inputs = random_inputs(tokens, 8, 11, device, dtype, ignored=None)
-    loss = implementation.adapted(torch.zeros_like(inputs.hidden), inputs.weight, inputs.targets).item()
+    loss = implementation.watched(torch.zeros_like(inputs.hidden), inputs.weight, inputs.targets).item()
     assert loss == pytest.approx(math.log(11), rel=1e-4), f"the mean over {tokens} targets"
 
 
@@ -65,7 +65,7 @@ def test_a_nan_makes_the_loss_nan(
 ) -> None:
     inputs = random_inputs(40, 16, 31, device)
     getattr(inputs, where)[3, 5] = float("nan")
-    found = results(implementation.adapted, inputs)
+    found = results(implementation.watched, inputs)
     assert found["loss"].isnan(), f"with a NaN in {where} the loss is {found['loss']:.4g}"
     if not (found["grad_hidden"][3].isnan().all() and found["grad_weight"].isnan().any()):
         assert not is_ours(implementation), f"with a NaN in {where} the gradients are numbers"
@@ -87,7 +87,7 @@ def test_under_autocast_products_are_in_its_dtype_and_the_loss_is_not(
 
     def under_autocast(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device, dtype=to):
-            return implementation.adapted(hidden.to(dtypes[0]), weight.to(dtypes[1]), targets)
+            return implementation.watched(hidden.to(dtypes[0]), weight.to(dtypes[1]), targets)
 
     def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device, dtype=to):
@@ -105,7 +105,7 @@ def test_under_autocast_products_are_in_its_dtype_and_the_loss_is_not(
             half[name] += HALF_LOSS * torch.finfo(to).eps * exact[name].abs().item()
         error, plain_error = ((y.double() - exact[name]).abs().max().item() for y in (x, wanted[name]))
         assert error <= 2 * max(plain_error, half[name]), f"{name}: {error:.2e} against {plain_error:.2e}"
-    full = results(implementation.adapted, inputs)["loss"]
+    full = results(implementation.watched, inputs)["loss"]
     assert found["loss"] != full, "the loss under autocast is the same as without: the products are not in bfloat16"
 
 
@@ -118,7 +118,7 @@ def test_a_gradient_scaler_lifts_small_gradients_of_half_precision(
     inputs = replace(random_inputs(tokens, 8, vocab, device, torch.float16, ignored=None), grad=2.0**16)
     inputs.targets.remainder_(100)
     exact = results(eager_loss, inputs.to(torch.float64))["grad_weight"][100:]
-    found = results(implementation.adapted, inputs)["grad_weight"].double()[100:]
+    found = results(implementation.watched, inputs)["grad_weight"].double()[100:]
     error = ((found - exact).norm() / exact.norm()).item()
     assert error <= 0.01, f"weight's gradient with a scale of 2^16: relative error {error:.4f}, allowed 0.01"
 
@@ -143,7 +143,7 @@ def test_the_scale_of_gradients_is_not_rounded_to_half_precision(name: str, how:
 
     def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device, dtype=product, enabled=product is not None):
-            return implementation.adapted(hidden, weight, targets)
+            return implementation.watched(hidden, weight, targets)
 
     summed, found = (results(loss_of, replace(inputs, grad=16 * by))["grad_hidden"].double() for by in (1.0, scale))
     bias = ((found - scale * summed) * summed.sign()).sum() / (scale * summed).abs().sum()  # random errors cancel

@@ -21,7 +21,7 @@ def models(
         for name, p in plain.named_parameters():
             if "norm" in name:
                 p.normal_(1.0, 0.3)
-    model = implementation.adapted(size, context_length=context_length).to(device)
+    model = implementation.watched(size, context_length=context_length).to(device)
     copy_weights(plain, model)
     return model, plain
 

@@ -133,7 +133,7 @@ def test_logits_have_the_parameters_dtype(implementation: Implementation, dtype:
 def test_its_own_weights_learn(implementation: Implementation, autocast: bool, device: str) -> None:
     """After a few steps every parameter has had a gradient and has changed."""
     torch.manual_seed(0)
-    model = implementation.adapted(SIZE, context_length=CONTEXT).to(device)
+    model = implementation.watched(SIZE, context_length=CONTEXT).to(device)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     tokens = draw(device)
@@ -155,7 +155,7 @@ def test_its_own_weights_learn(implementation: Implementation, autocast: bool, d
 
 def test_weights_load_into_the_plain_model_and_back(implementation: Implementation) -> None:
     """Strict loading: `load_state_dict` refuses names that the other model lacks, such as those of buffers."""
-    model = implementation.adapted(SIZE, context_length=CONTEXT)
+    model = implementation.watched(SIZE, context_length=CONTEXT)
     plain = PlainTransformer(SIZE, context_length=CONTEXT)
     state, names = set(model.state_dict()), set(plain.state_dict())
     assert not names - state, f"its state_dict has no {sorted(names - state)}"
@@ -168,7 +168,7 @@ def test_weights_load_into_the_plain_model_and_back(implementation: Implementati
 def test_a_context_too_long_is_refused(
     implementation: Implementation, extra: int, record_property: Note, device: str
 ) -> None:
-    model = implementation.adapted(SIZE, context_length=8).to(device)
+    model = implementation.watched(SIZE, context_length=8).to(device)
     model(draw(device, 2, 8))
     tokens = draw(device, 2, 8 + extra)
     what, wording = f"context {8 + extra} of 8", r"context up to 8\), got \(2,"
@@ -178,7 +178,7 @@ def test_a_context_too_long_is_refused(
 @pytest.mark.parametrize("wrong", [-1, -SIZE.vocab, SIZE.vocab])
 def test_token_ids_out_of_range_are_refused(implementation: Implementation, wrong: int, record_property: Note) -> None:
     """CPU only: on CUDA the device's assertion ends the process."""
-    model = implementation.adapted(SIZE, context_length=8)
+    model = implementation.watched(SIZE, context_length=8)
     tokens = draw("cpu", 2, 8)
     tokens[1, 3] = wrong
     what = f"token id {wrong} of a vocabulary of {SIZE.vocab}"

@@ -29,7 +29,7 @@ def test_the_first_step_has_the_length_of_lr(implementation: Implementation, dev
     """With bias corrections, the first step's moments are the gradient and its square: the update is about lr."""
     start = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64, device=device)
     grad = torch.tensor([1e-3, 5.0, -200.0], dtype=torch.float64, device=device)
-    (found,) = train(implementation.target, [start], [[grad]], lr=0.1, eps=0.0, weight_decay=0.0)
+    (found,) = train(implementation.watched, [start], [[grad]], lr=0.1, eps=0.0, weight_decay=0.0)
     assert_near(start - found, 0.1 * grad.sign(), 1e-10, "the first step")
 
 
@@ -38,21 +38,21 @@ def test_weight_decay_is_apart_from_the_gradient(implementation: Implementation,
     start = tensors(device)
     (grads,) = gradients(start, 1)
     for lr in (0.1, 0.01):
-        plain, decayed = (train(implementation.target, start, [grads], lr=lr, weight_decay=x) for x in (0.0, 0.5))
+        plain, decayed = (train(implementation.watched, start, [grads], lr=lr, weight_decay=x) for x in (0.0, 0.5))
         for i, x in enumerate(start):
             assert_near(plain[i] - decayed[i], lr * 0.5 * x, 1e-10, f"decay of parameter {i} at lr {lr}")
 
 
 def test_eps_is_added_to_the_root(implementation: Implementation, device: str) -> None:
     start, grad = (torch.full((3,), x, dtype=torch.float64, device=device) for x in (1.0, 1e-3))
-    (found,) = train(implementation.target, [start], [[grad]], lr=0.1, eps=3e-3, weight_decay=0.0)
+    (found,) = train(implementation.watched, [start], [[grad]], lr=0.1, eps=3e-3, weight_decay=0.0)
     assert_near(start - found, 0.1 * grad / (grad + 3e-3), 1e-10, "the step lr * g / (|g| + eps)")
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
 def test_leads_where_adamw_does(implementation: Implementation, arguments: dict[str, Any], device: str) -> None:
     start = tensors(device)
-    assert_as_accurate_as_plain(implementation.target, start, gradients(start, 5), **arguments)
+    assert_as_accurate_as_plain(implementation.watched, start, gradients(start, 5), **arguments)
 
 
 @pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 20), (torch.bfloat16, 2)], ids=str)
@@ -61,7 +61,7 @@ def test_is_as_accurate_in_its_dtype(
 ) -> None:
     start = tensors(device, dtype, ((3, 5), (130,)))
     grads = gradients(start, steps)
-    assert_as_accurate_as_plain(implementation.target, start, grads, **ARGUMENTS["language_model"])
+    assert_as_accurate_as_plain(implementation.watched, start, grads, **ARGUMENTS["language_model"])
 
 
 def test_large_gradients_in_float16(implementation: Implementation, device: str, record_property: Note) -> None:
@@ -69,7 +69,7 @@ def test_large_gradients_in_float16(implementation: Implementation, device: str,
     start = tensors(device, torch.float16, ((3, 5), (130,)))
     grads = [[x.sign() * (200 + 100 * x.abs()).clamp(max=500) for x in step] for step in gradients(start, 2)]
     try:
-        assert_as_accurate_as_plain(implementation.target, start, grads, lr=1e-2)
+        assert_as_accurate_as_plain(implementation.watched, start, grads, lr=1e-2)
     except AssertionError:
         if is_ours(implementation):
             raise
@@ -80,7 +80,7 @@ def test_each_of_300_steps(implementation: Implementation, device: str) -> None:
     """More steps than a count in bfloat16 or 8 bits can hold; by then bias corrections are near 1."""
     start = tensors(device, shapes=((3,),))
     steps = 30 if interpreted(implementation, device) else 300
-    assert_as_accurate_as_plain(implementation.target, start, gradients(start, steps), lr=1e-2)
+    assert_as_accurate_as_plain(implementation.watched, start, gradients(start, steps), lr=1e-2)
 
 
 @pytest.mark.parametrize("steps", [pytest.param(3_000, marks=pytest.mark.sweep), 70_000])
@@ -94,7 +94,7 @@ def test_late_steps(implementation: Implementation, steps: int, device: str) -> 
     for state in theirs.state.values():
         state["step"].fill_(steps)
     found = []
-    for target in (implementation.target, AdamW):
+    for target in (implementation.watched, AdamW):
         optimizer = target(leaves(start), **options)
         try:
             optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
@@ -111,14 +111,14 @@ def test_a_large_parameter(implementation: Implementation, device: str) -> None:
     """Above 1 MiB, with a partial last chunk for any chunk size."""
     size = 33_001 if interpreted(implementation, device) else 300_001
     start = tensors(device, torch.float32, ((size,), (3, 5)))
-    assert_as_accurate_as_plain(implementation.target, start, gradients(start, 2), **ARGUMENTS["language_model"])
+    assert_as_accurate_as_plain(implementation.watched, start, gradients(start, 2), **ARGUMENTS["language_model"])
 
 
 def test_no_parameter_is_left_of_any_number(implementation: Implementation, device: str) -> None:
     for count in counts_beside_launches(implementation, device):
         start = tensors(device, shapes=[(1,)] * count)
         (grads,) = gradients(start, 1)
-        found = train(implementation.target, start, [grads], lr=0.1, eps=0.0, weight_decay=0.0)
+        found = train(implementation.watched, start, [grads], lr=0.1, eps=0.0, weight_decay=0.0)
         step, expected = torch.cat(start) - torch.cat(found), 0.1 * torch.cat(grads).sign()
         assert_near(step, expected, 1e-10, f"of {count} parameters of one element, the first step")
 
@@ -128,4 +128,4 @@ def test_dtypes_may_be_mixed(implementation: Implementation, device: str) -> Non
         x for dtype in (torch.float32, torch.float64, torch.bfloat16) for x in tensors(device, dtype, ((40,), (3,)))
     ]
     grads = gradients(start, 2)
-    assert_as_accurate_as_plain(implementation.target, start, grads, **ARGUMENTS["language_model"])
+    assert_as_accurate_as_plain(implementation.watched, start, grads, **ARGUMENTS["language_model"])

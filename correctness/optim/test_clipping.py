@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.family("optimizer", option="max_grad_norm"), pytest.ma
 def test_clipping_leaves_the_gradients_as_they_are(implementation: Implementation, device: str) -> None:
     start = tensors(device)
     grads = gradients(start, 2)
-    found = run(implementation.target(leaves(start), max_grad_norm=0.1), grads)
+    found = run(implementation.watched(leaves(start), max_grad_norm=0.1), grads)
     for p, grad in zip(found, grads[-1], strict=True):
         assert torch.equal(p.grad, grad), f"step() changed the .grad of a parameter of shape {tuple(p.shape)}"
 
@@ -46,7 +46,7 @@ def test_clipping_is_clip_grad_norm_and_a_step(
             p.grad = grad  # scaled where it lies
         norms.append(torch.nn.utils.clip_grad_norm_(like, max_norm))
     expected = train(AdamW, start, clipped, lr=1e-2, eps=1.0)  # an eps that lets the gradients' size be seen
-    optimizer = implementation.target(leaves(start), lr=1e-2, eps=1.0, max_grad_norm=max_norm)
+    optimizer = implementation.watched(leaves(start), lr=1e-2, eps=1.0, max_grad_norm=max_norm)
     found = run(optimizer, grads)
     # Sums of squares in another order, and roots of them: a few roundings of the norm, and so of each update.
     eps = torch.finfo(dtype).eps
@@ -59,7 +59,7 @@ def test_the_norm_is_of_all_groups_together(implementation: Implementation, devi
     start = tensors(device)
     (grads,) = gradients(start, 1)
     params = leaves(start)
-    optimizer = implementation.target([{"params": params[:3]}, {"params": params[3:]}], eps=1.0, max_grad_norm=0.1)
+    optimizer = implementation.watched([{"params": params[:3]}, {"params": params[3:]}], eps=1.0, max_grad_norm=0.1)
     run(optimizer, [grads])
     norm = torch.cat([g.flatten() for g in grads]).norm()
     assert_near(optimizer.grad_norm.double(), norm, 1e-10 * norm.item(), "grad_norm, of the gradients of two groups")
@@ -74,7 +74,7 @@ def test_the_norm_is_of_all_there_is(implementation: Implementation, kind: str, 
     else:
         start = [x for dtype in (torch.float32, torch.bfloat16) for x in tensors(device, dtype, [(40,)])]
     (grads,) = gradients(start, 1)
-    optimizer = implementation.target(leaves(start), max_grad_norm=1.0)
+    optimizer = implementation.watched(leaves(start), max_grad_norm=1.0)
     run(optimizer, [grads])
     norm = torch.cat([g.double().flatten() for g in grads]).norm()
     assert_near(optimizer.grad_norm.double(), norm, 1e-5 * norm.item(), f"grad_norm of {len(grads)} gradients")
@@ -85,7 +85,7 @@ def test_no_gradient_is_left_of_any_number(implementation: Implementation, devic
     for count in counts_beside_launches(implementation, device):
         params = leaves(tensors(device, shapes=[(1,)] * count))
         before = torch.cat(params).detach()
-        optimizer = implementation.target(params, lr=0.1, weight_decay=0.0, max_grad_norm=1.0)
+        optimizer = implementation.watched(params, lr=0.1, weight_decay=0.0, max_grad_norm=1.0)
         run(optimizer, [[torch.ones_like(p) for p in params]])
         norm = torch.tensor(count, dtype=torch.float64, device=device).sqrt()
         assert_near(optimizer.grad_norm.double(), norm, 1e-5 * norm.item(), f"grad_norm of {count} gradients of one")
@@ -98,7 +98,7 @@ def test_each_steps_own_norm_counts(implementation: Implementation, device: str)
     grads = gradients(start, 3)
     grads[1] = [g * 1e-3 for g in grads[1]]
     found = leaves(start)
-    optimizer = implementation.target(found, eps=1.0, max_grad_norm=1.0)
+    optimizer = implementation.watched(found, eps=1.0, max_grad_norm=1.0)
     expected, clipped = leaves(start), []
     peer = AdamW(expected, eps=1.0)
     for i, step in enumerate(grads):
@@ -114,7 +114,7 @@ def test_each_steps_own_norm_counts(implementation: Implementation, device: str)
 
 def test_a_step_without_gradients_clips_nothing(implementation: Implementation, device: str) -> None:
     start = tensors(device)
-    optimizer = implementation.target(leaves(start), max_grad_norm=1.0)
+    optimizer = implementation.watched(leaves(start), max_grad_norm=1.0)
     optimizer.step()
     assert_same(optimizer.param_groups[0]["params"], start)
 
@@ -126,7 +126,7 @@ def test_the_norm_of_half_precision_is_not_rounded_to_it(
     """The sum of squares would be inf in float16."""
     start = tensors(device, dtype, ((100,), (300,)))
     grads = [[g * size for g in step] for step in gradients(start, 1)]
-    optimizer = implementation.target(leaves(start), max_grad_norm=1.0)
+    optimizer = implementation.watched(leaves(start), max_grad_norm=1.0)
     run(optimizer, grads)
     expected = torch.cat([g.double() for g in grads[0]]).norm()
     allowed = 8 * torch.finfo(torch.float32).eps * expected.item()
@@ -140,7 +140,7 @@ def test_a_norm_that_is_not_finite_skips_the_step(implementation: Implementation
     broken = copy.deepcopy(grads)
     broken.insert(2, gradients(start, 1)[0])
     broken[2][3][7] = bad
-    optimizer = implementation.target(leaves(start), max_grad_norm=1.0)
+    optimizer = implementation.watched(leaves(start), max_grad_norm=1.0)
     before = [p.detach().clone() for p in run(optimizer, broken[:2])]
     found = run(optimizer, broken[2:3])
     for i, (p, value) in enumerate(zip(found, before, strict=True)):
@@ -159,7 +159,7 @@ def test_master_weights_are_updated_with_clipped_gradients(implementation: Imple
     start = tensors(device, torch.bfloat16)
     grads = gradients(start, 3)
     options = {"lr": 1e-2, "eps": 1.0, "max_grad_norm": 0.5}
-    optimizer = implementation.target(leaves(start), master_weights=True, **options)
+    optimizer = implementation.watched(leaves(start), master_weights=True, **options)
     found = run(optimizer, grads)
     expected = train(AdamW, [x.double() for x in start], [[g.double() for g in step] for step in grads], **options)
     for i, (p, y) in enumerate(zip(found, expected, strict=True)):

@@ -33,12 +33,12 @@ BAD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments_are_a_value_error(implementation: Implementation, name: str, device: str) -> None:
     with pytest.raises(ValueError, match=ONE_LINE):
-        implementation.target(_parameter(device=device), **BAD[name])
+        implementation.watched(_parameter(device=device), **BAD[name])
 
 
 def test_no_parameters_are_a_value_error(implementation: Implementation, device: str) -> None:
     with pytest.raises(ValueError, match=ONE_LINE):
-        implementation.target([])
+        implementation.watched([])
 
 
 def test_a_sparse_gradient_is_an_error_or_what_it_stands_for(implementation: Implementation, device: str) -> None:
@@ -46,7 +46,7 @@ def test_a_sparse_gradient_is_an_error_or_what_it_stands_for(implementation: Imp
     grad = torch.tensor([1.0, 0.0, 2.0], device=device, dtype=torch.float64)
     p = start.clone().requires_grad_()
     try:
-        optimizer = implementation.target([p])
+        optimizer = implementation.watched([p])
         for _ in range(2):
             p.grad = grad.to_sparse()
             optimizer.step()
@@ -62,7 +62,7 @@ def test_complex_parameters_are_an_error_or_pairs(
     start = torch.tensor([1 + 1j, 2 - 1j], device=device, dtype=torch.complex128)
     grad = torch.tensor([3 + 4j, 1 + 0j], device=device, dtype=torch.complex128)
     try:
-        (found,) = train(implementation.target, [start], [[grad]] * 2)
+        (found,) = train(implementation.watched, [start], [[grad]] * 2)
     except Exception:
         return
     pairs = train(AdamW, [torch.view_as_real(start)], [[torch.view_as_real(grad)]] * 2)[0]

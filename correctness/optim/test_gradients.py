@@ -24,7 +24,7 @@ def test_a_zero_gradient_is_a_gradient(implementation: Implementation, device: s
     start = tensors(device)
     grads = gradients(start, 3)
     grads[1:2] = [[torch.zeros_like(x) for x in start]]
-    found = train(implementation.target, start, grads, lr=0.1)
+    found = train(implementation.watched, start, grads, lr=0.1)
     assert_all_near(found, train(AdamW, start, grads, lr=0.1), when="after a step in which all gradients are 0: ")
 
 
@@ -36,14 +36,14 @@ def test_zeros_in_a_gradient_are_gradients(implementation: Implementation, rows:
     for step in grads[1:3]:
         for grad in step:
             (grad[:1] if rows == "first" else grad[:-1]).zero_()
-    found = train(implementation.target, start, grads, lr=0.1)
+    found = train(implementation.watched, start, grads, lr=0.1)
     assert_all_near(found, train(AdamW, start, grads, lr=0.1), when=f"after gradients whose {rows} rows are 0: ")
 
 
 def test_a_parameter_without_a_gradient_does_not_change(implementation: Implementation, device: str) -> None:
     """Its moments do not change either: a frozen layer does not decay."""
     without, with_grad = params = [torch.ones(5, device=device, requires_grad=True) for _ in range(2)]
-    optimizer = implementation.target(params, lr=0.1)
+    optimizer = implementation.watched(params, lr=0.1)
     optimizer.step()  # no gradient at all
     for frozen, moving in ((without, with_grad), (with_grad, without)):
         before, steps = frozen.detach().clone(), _steps_of(optimizer, frozen)
@@ -65,7 +65,7 @@ def test_each_parameter_counts_its_own_steps(implementation: Implementation, dev
     start = tensors(device, shapes=((3,), (4,), (5,)))
     grads = gradients(start, 4)
     found, expected = (leaves(start) for _ in range(2))
-    for target, params in ((implementation.target, found), (AdamW, expected)):
+    for target, params in ((implementation.watched, found), (AdamW, expected)):
         optimizer = target(params, lr=0.1)
         for i, step in enumerate(grads):
             for k, (p, grad) in enumerate(zip(params, step, strict=True)):
@@ -77,7 +77,7 @@ def test_each_parameter_counts_its_own_steps(implementation: Implementation, dev
 def test_gradients_are_not_written(implementation: Implementation, device: str) -> None:
     start = tensors(device)
     grads = gradients(start, 3)
-    for p, grad in zip(run(implementation.target(leaves(start), weight_decay=0.5), grads), grads[-1], strict=True):
+    for p, grad in zip(run(implementation.watched(leaves(start), weight_decay=0.5), grads), grads[-1], strict=True):
         assert torch.equal(p.grad, grad), f"step() changed the .grad of a parameter of shape {tuple(p.shape)}"
 
 
@@ -85,7 +85,7 @@ def test_gradients_may_be_overwritten_after_the_step(implementation: Implementat
     """`zero_grad(set_to_none=False)` zeroes in place, so moments must not share the gradients' memory."""
     start = tensors(device)
     grads = gradients(start, 4)
-    optimizer = implementation.target(params := leaves(start))
+    optimizer = implementation.watched(params := leaves(start))
     for p in params:
         p.grad = torch.zeros_like(p)
     for step in grads:
@@ -102,9 +102,9 @@ def test_what_is_not_finite_reaches_its_own_element_alone(
 ) -> None:
     start = tensors(device, torch.float32)
     grads = gradients(start, 2)
-    good = train(implementation.target, start, grads)
+    good = train(implementation.watched, start, grads)
     grads[0][3][7] = bad
-    optimizer = implementation.target(leaves(start))
+    optimizer = implementation.watched(leaves(start))
     found = run(optimizer, grads)
     assert found[3][7].isnan(), f"the gradient was {bad}, and the parameter is {found[3][7].item()}"
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_parameters_are_updated_in_place(implementation: Implementation, device:
     grads = gradients(start, 2)
     params = leaves(start)
     views = [p.detach() for p in params]
-    run(implementation.target(params), grads)
+    run(implementation.watched(params), grads)
     assert_all_near(views, train(AdamW, start, grads))
 
 
@@ -129,7 +129,7 @@ def test_parameters_data_may_be_replaced(implementation: Implementation, device:
     """The tensor that held the parameter's old data is not written."""
     start = tensors(device)
     grads = gradients(start, 5)
-    optimizer = implementation.target(leaves(start))
+    optimizer = implementation.watched(leaves(start))
     params = run(optimizer, grads[:2])
     kept = []
     for step in grads[2:]:
@@ -168,7 +168,7 @@ def test_any_layout_of_parameters_and_gradients(
     grads = gradients(start, 3)
     lay = LAYOUTS.get(layout, lambda x: x)
     params = [lay(x.clone()).detach().requires_grad_() for x in start]
-    optimizer = implementation.target(params)
+    optimizer = implementation.watched(params)
     for step in grads:
         for p, g in zip(params, step, strict=True):
             p.grad = LAYOUTS.get(grad_layout, lambda x: x)(g.clone())
@@ -182,7 +182,7 @@ def test_a_gradient_may_be_expanded(implementation: Implementation, device: str)
         pytest.skip("torch's fused AdamW takes dense gradients laid out as their parameters; on CPU it misreads others")
     start = tensors(device, shapes=((3, 5), (40,)))
     params = leaves(start)
-    optimizer = implementation.target(params)
+    optimizer = implementation.watched(params)
     for _ in range(2):
         for p in params:
             p.grad = p.new_ones(()).expand(p.shape)
@@ -192,7 +192,7 @@ def test_a_gradient_may_be_expanded(implementation: Implementation, device: str)
 
 def test_a_closure_is_evaluated_with_gradients(implementation: Implementation, device: str) -> None:
     x = torch.ones(5, device=device, requires_grad=True)
-    optimizer = implementation.target([x], lr=0.1, weight_decay=0.0)
+    optimizer = implementation.watched([x], lr=0.1, weight_decay=0.0)
     calls = 0
 
     def closure() -> Tensor:
@@ -215,7 +215,7 @@ def test_a_closure_is_evaluated_with_gradients(implementation: Implementation, d
 def test_a_closure_may_come_with_gradients_disabled(implementation: Implementation, device: str) -> None:
     """`step(closure)` runs under `torch.no_grad()`; `step()` needs no `torch.no_grad()`, and returns None."""
     x = torch.ones(5, device=device, requires_grad=True)
-    optimizer = implementation.target([x])
+    optimizer = implementation.watched([x])
     with torch.no_grad():
         optimizer.step(lambda: x.sum().backward())
     assert optimizer.step() is None, "step() without a closure returns something"
@@ -225,7 +225,7 @@ def test_a_closure_may_come_with_gradients_disabled(implementation: Implementati
 def test_gradient_scaler_unscales_and_skips(implementation: Implementation, device: str) -> None:
     start = tensors(device, torch.float32)
     grads = gradients(start, 3)
-    optimizer = implementation.target(leaves(start))
+    optimizer = implementation.watched(leaves(start))
     scaler = torch.amp.GradScaler(device, init_scale=1024.0)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for i, step in enumerate([*grads[:2], grads[0], grads[2]]):
@@ -237,4 +237,4 @@ def test_gradient_scaler_unscales_and_skips(implementation: Implementation, devi
     assert scaler.get_scale() == 512
     counts = {_steps_of(optimizer, p) for p in params}
     assert counts == {3}, f"of 4 steps the scaler skips one, and the state counts {counts}"
-    assert_same(params, train(implementation.target, start, grads))  # scaled by powers of two: exact
+    assert_same(params, train(implementation.watched, start, grads))  # scaled by powers of two: exact

@@ -23,7 +23,7 @@ def test_param_groups_have_each_its_own_arguments(implementation: Implementation
     start = tensors(device)
     grads = gradients(start, 3)
     halves = [leaves(start[:3]), leaves(start[3:])]
-    found = run(implementation.target([{"params": halves[0]}, {"params": halves[1], **OWN[name]}], lr=0.01), grads)
+    found = run(implementation.watched([{"params": halves[0]}, {"params": halves[1], **OWN[name]}], lr=0.01), grads)
     expected = [
         *train(AdamW, start[:3], [step[:3] for step in grads], lr=0.01),
         *train(AdamW, start[3:], [step[3:] for step in grads], **{"lr": 0.01, **OWN[name]}),
@@ -36,7 +36,7 @@ def test_a_group_may_be_added_later(implementation: Implementation, device: str)
     start = tensors(device)
     grads = gradients(start, 4)
     first, second = leaves(start[:3]), leaves(start[3:])
-    optimizer = implementation.target(first, lr=0.1, weight_decay=0.3)
+    optimizer = implementation.watched(first, lr=0.1, weight_decay=0.3)
     run(optimizer, [step[:3] for step in grads[:2]])
     optimizer.add_param_group({"params": second, "lr": 0.01, "betas": (0.5, 0.6)})
     found = run(optimizer, grads[2:])
@@ -53,7 +53,7 @@ def test_arguments_may_change_between_steps(implementation: Implementation, name
     start = tensors(device)
     grads = gradients(start, 4)
     found, expected = (leaves(start) for _ in range(2))
-    for target, params in ((implementation.target, found), (AdamW, expected)):
+    for target, params in ((implementation.watched, found), (AdamW, expected)):
         optimizer = target(params, lr=0.1)
         run(optimizer, grads[:2])
         optimizer.param_groups[0].update(OWN[name])
@@ -66,7 +66,7 @@ def test_two_optimizers_at_once(implementation: Implementation, device: str) -> 
     starts = [tensors(device) for _ in range(2)]
     grads = [gradients(start, 4) for start in starts]
     options = [{"lr": 0.1}, {"lr": 0.01, "betas": (0.5, 0.6)}]
-    optimizers = [implementation.target(leaves(x), **o) for x, o in zip(starts, options, strict=True)]
+    optimizers = [implementation.watched(leaves(x), **o) for x, o in zip(starts, options, strict=True)]
     for i in range(4):
         found = [run(optimizer, step[i : i + 1]) for optimizer, step in zip(optimizers, grads, strict=True)]
     for params, start, steps, arguments in zip(found, starts, grads, options, strict=True):
@@ -79,7 +79,7 @@ def test_an_optimizer_knows_nothing_of_those_before_it(implementation: Implement
     grads = gradients(start, 3)
     expected = train(AdamW, start, grads, lr=0.1)
     for _ in range(4):
-        assert_all_near(train(implementation.target, start, grads, lr=0.1), expected)
+        assert_all_near(train(implementation.watched, start, grads, lr=0.1), expected)
 
 
 def test_params_may_be_any_iterable(implementation: Implementation, device: str) -> None:
@@ -91,4 +91,4 @@ def test_params_may_be_any_iterable(implementation: Implementation, device: str)
     for given in (iter(params), [{"params": iter(params)}]):
         for p, x in zip(params, start, strict=True):
             p.data.copy_(x)
-        assert_all_near(run(implementation.target(given), grads), expected)
+        assert_all_near(run(implementation.watched(given), grads), expected)

@@ -34,7 +34,7 @@ def _hold(implementation: Implementation, examples: int, device: str, rtol: floa
     layouts = LAYOUTS[:1] if implementation.name == "torch_fused" else LAYOUTS
 
     def plays(history: History) -> Problem | None:
-        return play(Beside(implementation.target, history, device, rtol), history)
+        return play(Beside(implementation.watched, history, device, rtol), history)
 
     hold(histories(layouts, **drawn), plays, examples, patience=float("inf"))
 

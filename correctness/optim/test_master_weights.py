@@ -28,7 +28,7 @@ def test_master_weights_are_float32_training_rounded(
     start = tensors(device, dtype)
     grads = gradients(start, 5)
     exact = train(AdamW, [x.double() for x in start], [[g.double() for g in step] for step in grads])
-    optimizer = implementation.target(leaves(start), master_weights=True)
+    optimizer = implementation.watched(leaves(start), master_weights=True)
     found = run(optimizer, grads)
     for i, (p, y) in enumerate(zip(found, exact, strict=True)):
         state = optimizer.state[p]
@@ -48,7 +48,7 @@ def test_small_updates_add_up_in_master_weights_alone(implementation: Implementa
     grads = [[torch.ones_like(start[0])]] * 10
     arguments = {"lr": 1e-3, "weight_decay": 0.0}  # less than half the distance from 1 to the next bfloat16
     (lost,), (kept,) = (
-        train(implementation.target, start, grads, master_weights=master, **arguments) for master in (False, True)
+        train(implementation.watched, start, grads, master_weights=master, **arguments) for master in (False, True)
     )
     assert lost.eq(1).all(), "without master weights an update of 1e-3 is lost in bfloat16, and here it is not"
     assert kept.eq(torch.tensor(0.99).bfloat16()).all(), f"ten updates of 1e-3 lead from 1 to {kept[0].item()}"
@@ -56,7 +56,7 @@ def test_small_updates_add_up_in_master_weights_alone(implementation: Implementa
 
 def test_master_weights_round_to_nearest_and_ties_to_even(implementation: Implementation, device: str) -> None:
     ties = 1 + torch.arange(64, device=device) / 256  # bfloat16 has 128 values from 1 to 2
-    optimizer = implementation.target(leaves([ties.bfloat16()]), lr=0.0, master_weights=True)
+    optimizer = implementation.watched(leaves([ties.bfloat16()]), lr=0.0, master_weights=True)
     grads = gradients([ties.bfloat16()], 2)
     (p,) = run(optimizer, grads[:1])
     optimizer.state[p][MASTER].copy_(ties)
@@ -66,7 +66,7 @@ def test_master_weights_round_to_nearest_and_ties_to_even(implementation: Implem
 def test_no_master_weight_is_left_of_any_number(implementation: Implementation, device: str) -> None:
     for count in counts_beside_launches(implementation, device):
         start = tensors(device, torch.bfloat16, [(1,)] * count)
-        found = train(implementation.target, start, gradients(start, 1), lr=10.0, master_weights=True)
+        found = train(implementation.watched, start, gradients(start, 1), lr=10.0, master_weights=True)
         still = [i for i, (x, y) in enumerate(zip(start, found, strict=True)) if torch.equal(x, y)]
         assert not still, (
             f"of {count} parameters of one element, a step leaves {len(still)}, the first of them {still[0]}"
@@ -75,7 +75,7 @@ def test_no_master_weight_is_left_of_any_number(implementation: Implementation, 
 
 def test_float32_parameters_have_no_master_weights(implementation: Implementation, device: str) -> None:
     start = tensors(device, torch.float32)
-    optimizer = implementation.target(leaves(start), master_weights=True)
+    optimizer = implementation.watched(leaves(start), master_weights=True)
     run(optimizer, gradients(start, 1))
     assert not any(MASTER in state for state in optimizer.state.values())
 
@@ -84,8 +84,8 @@ def test_training_goes_on_from_saved_master_weights(implementation: Implementati
     """Bitwise equal; torch's `load_state_dict` would round master weights to the parameters' dtype."""
     start = tensors(device, torch.bfloat16)
     grads = gradients(start, 6)
-    first = implementation.target(leaves(start), lr=1e-2, master_weights=True)
+    first = implementation.watched(leaves(start), lr=1e-2, master_weights=True)
     halfway = run(first, grads[:3])
-    second = implementation.target(leaves(halfway), master_weights=True)
+    second = implementation.watched(leaves(halfway), master_weights=True)
     second.load_state_dict(saved(first))
-    assert_same(run(second, grads[3:]), train(implementation.target, start, grads, lr=1e-2, master_weights=True))
+    assert_same(run(second, grads[3:]), train(implementation.watched, start, grads, lr=1e-2, master_weights=True))

@@ -24,7 +24,7 @@ def test_steps_after_the_first_keep_nothing_more(implementation: Implementation,
             pytest.skip(f"{implementation} has no option max_grad_norm")
         options["max_grad_norm"] = 1.0
     params = leaves(tensors(device, torch.float32, ((1000,), (30, 40), (300,))))
-    optimizer = implementation.target([{"params": params[:2]}, {"params": params[2:]}], **options)
+    optimizer = implementation.watched([{"params": params[:2]}, {"params": params[2:]}], **options)
 
     def step(i: int) -> None:
         group = optimizer.param_groups[i % 2]

@@ -20,7 +20,7 @@ def test_training_goes_back_to_a_saved_state(implementation: Implementation, dev
     """The state is loaded into the optimizer that saved it, after more steps."""
     start = tensors(device)
     grads = gradients(start, 4)
-    optimizer = implementation.target(leaves(start), lr=0.1)
+    optimizer = implementation.watched(leaves(start), lr=0.1)
     params = run(optimizer, grads[:2])
     state, values = saved(optimizer), [p.detach().clone() for p in params]
     run(optimizer, gradients(start, 3))
@@ -36,9 +36,9 @@ def test_loaded_hyperparameters_replace_its_own(implementation: Implementation, 
     start = tensors(device)
     grads = gradients(start, 4)
     options = {"lr": 0.1, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.5}
-    first = implementation.target(leaves(start), **options)
+    first = implementation.watched(leaves(start), **options)
     halfway = run(first, grads[:2])
-    second = implementation.target(leaves(halfway))
+    second = implementation.watched(leaves(halfway))
     second.load_state_dict(saved(first))
     assert_all_near(run(second, grads[2:]), train(AdamW, start, grads, **options))
 
@@ -60,9 +60,9 @@ def test_a_saved_state_has_each_groups_state(implementation: Implementation, dev
             optimizer.step()
         return params
 
-    first = make(implementation.target, start)
+    first = make(implementation.watched, start)
     halfway = steps(first, grads[:2])
-    second = make(implementation.target, halfway)
+    second = make(implementation.watched, halfway)
     second.load_state_dict(saved(first))
     assert_all_near(steps(second, grads[2:]), steps(make(AdamW, start), grads))
 
@@ -70,17 +70,17 @@ def test_a_saved_state_has_each_groups_state(implementation: Implementation, dev
 def test_a_state_without_steps_can_be_loaded(implementation: Implementation, device: str) -> None:
     start = tensors(device)
     grads = gradients(start, 2)
-    optimizer = implementation.target(leaves(start), lr=0.5)
-    optimizer.load_state_dict(saved(implementation.target(leaves(start), lr=0.1)))
+    optimizer = implementation.watched(leaves(start), lr=0.5)
+    optimizer.load_state_dict(saved(implementation.watched(leaves(start), lr=0.1)))
     assert_all_near(run(optimizer, grads), train(AdamW, start, grads, lr=0.1))
 
 
 def test_a_state_of_other_groups_is_a_value_error(implementation: Implementation, device: str) -> None:
     start = tensors(device)
-    state = saved(implementation.target([{"params": leaves(start[:2])}, {"params": leaves(start[2:])}]))
+    state = saved(implementation.watched([{"params": leaves(start[:2])}, {"params": leaves(start[2:])}]))
     for sizes in ((5,), (3, 2), (2, 2), (2, 3, 1)):
         params = leaves(tensors(device, shapes=((3,),) * sum(sizes)))
-        optimizer = implementation.target([{"params": [params.pop() for _ in range(size)]} for size in sizes])
+        optimizer = implementation.watched([{"params": [params.pop() for _ in range(size)]} for size in sizes])
         try:
             optimizer.load_state_dict(state)
         except ValueError:
@@ -92,7 +92,7 @@ def test_torchs_adamw_goes_on_from_the_state(implementation: Implementation, dev
     """Moments are stored without bias correction, like torch's."""
     start = tensors(device)
     grads = gradients(start, 4)
-    optimizer = implementation.target(leaves(start), lr=0.1)
+    optimizer = implementation.watched(leaves(start), lr=0.1)
     theirs = torch.optim.AdamW(leaves(run(optimizer, grads[:2])), foreach=False)
     theirs.load_state_dict(saved(optimizer))
     assert_all_near(run(theirs, grads[2:]), train(AdamW, start, grads, lr=0.1))
@@ -105,7 +105,7 @@ def test_it_goes_on_from_the_state_of_torchs_adamw(
     grads = gradients(start, 4)
     theirs = torch.optim.AdamW(leaves(start), lr=0.1)
     halfway = run(theirs, grads[:2])
-    optimizer = implementation.target(leaves(halfway))
+    optimizer = implementation.watched(leaves(halfway))
     try:
         optimizer.load_state_dict(saved(theirs))
         found = run(optimizer, grads[2:])
@@ -121,7 +121,7 @@ def test_the_state_dict_is_of_now(implementation: Implementation, device: str) -
     """It has the moments and step counts after each step; a copy of an earlier one does not change."""
     start = tensors(device, shapes=((3, 5), (4,)))
     grads = gradients(start, 5)
-    optimizer, expected = implementation.target(leaves(start)), AdamW(leaves(start))
+    optimizer, expected = implementation.watched(leaves(start)), AdamW(leaves(start))
     for step in grads:
         run(optimizer, [step])
         run(expected, [step])

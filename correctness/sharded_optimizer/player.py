@@ -27,7 +27,7 @@ class Beside:
         start: Checkpoint | None = None,
         rtol: float = 1e-10,
     ) -> None:
-        make: Make = unsharded if implementation is None else implementation.adapted
+        make: Make = unsharded if implementation is None else implementation.watched
         if history.in_groups:
             side, group = even_and_odd_ranks()
             history = replace(history, seed=history.seed + side)

@@ -113,7 +113,7 @@ def test_a_parameter_without_a_gradient_stays_and_so_does_its_state(
 
 def schedule(implementation: Implementation, device: str) -> tuple[list[float], Tensor]:
     (p,) = parameters(device, (5, 3))
-    optimizer = implementation.adapted([p], torch.optim.SGD, lr=0.1)
+    optimizer = implementation.watched([p], torch.optim.SGD, lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     rates = []
     for _ in range(4):
@@ -143,7 +143,7 @@ GIVEN: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 
 def given_as(implementation: Implementation, how: str, device: str) -> list[Tensor]:
     params = parameters(device, *SHAPES)
-    optimizer = implementation.adapted(GIVEN[how](params), torch.optim.SGD, lr=0.1)
+    optimizer = implementation.watched(GIVEN[how](params), torch.optim.SGD, lr=0.1)
     assert isinstance(optimizer, torch.optim.Optimizer), f"{type(optimizer)} is no torch.optim.Optimizer"
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert [id(p) for p in held] == [id(p) for p in params], "param_groups have other parameters than the user gave"
@@ -176,7 +176,7 @@ def changed_between_steps(make: Any, device: str) -> list[Tensor]:
 
 
 def changed_on_rank(implementation: Implementation, device: str) -> list[Tensor]:
-    return changed_between_steps(implementation.adapted, device)
+    return changed_between_steps(implementation.watched, device)
 
 
 def test_parameters_may_be_changed_between_steps(implementation: Implementation, world: World, device: str) -> None:
@@ -186,7 +186,7 @@ def test_parameters_may_be_changed_between_steps(implementation: Implementation,
 
 def with_a_closure(implementation: Implementation, device: str) -> tuple[Any, int, Tensor]:
     (p,) = parameters(device, (3,))
-    optimizer = implementation.adapted([p], torch.optim.SGD, lr=0.25)
+    optimizer = implementation.watched([p], torch.optim.SGD, lr=0.25)
     calls = 0
 
     def closure() -> Tensor:
@@ -214,7 +214,7 @@ def test_a_closure_is_called_once_with_gradients_and_its_loss_returned(
 def clear(implementation: Implementation, device: str, set_to_none: bool) -> list[str]:
     """Name the gradients that `zero_grad` left."""
     params = parameters(device, *SHAPES)
-    optimizer = implementation.adapted(params, torch.optim.SGD, lr=0.1)
+    optimizer = implementation.watched(params, torch.optim.SGD, lr=0.1)
     set_gradients(params, 0)
     optimizer.zero_grad(set_to_none)
     return [f"parameter {i}" for i, p in enumerate(params) if p.grad is not None and p.grad.any()]
@@ -267,7 +267,7 @@ def test_two_optimizers_side_by_side(implementation: Implementation, world: Worl
 
 def add_again(implementation: Implementation, device: str) -> str:
     p, q = parameters(device, (3,), (4,))
-    optimizer = implementation.adapted([p, q], torch.optim.SGD, lr=0.1)
+    optimizer = implementation.watched([p, q], torch.optim.SGD, lr=0.1)
     return raised(lambda: optimizer.add_param_group({"params": [p]}))
 
 

@@ -38,7 +38,7 @@ def alone(implementation: Implementation, device: str) -> Tensor | None:
     if dist.get_rank() != last:
         return None
     (p,) = parameters(device, (5,))
-    optimizer = implementation.adapted([p], torch.optim.SGD, process_group=group, lr=0.5)
+    optimizer = implementation.watched([p], torch.optim.SGD, process_group=group, lr=0.5)
     p.grad = torch.ones_like(p)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
@@ -125,7 +125,7 @@ def _held(implementation: Implementation, division: Division, device: str) -> di
     groups = [{"params": list(islice(rest, n))} for n in division.groups]
     with meter(device) as memory:
         memory.mark("before")
-        optimizer = implementation.adapted(groups[: division.added], Heavy, copies=division.copies)
+        optimizer = implementation.watched(groups[: division.added], Heavy, copies=division.copies)
         optimizer.step()
         for group in groups[division.added :]:
             optimizer.add_param_group(group)

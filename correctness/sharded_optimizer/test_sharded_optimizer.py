@@ -59,7 +59,7 @@ class Training:
         else:
             self.model = BucketedDataParallel(self.model)
         cls, defaults = ADAM
-        self.optimizer = implementation.adapted(groups(self.model), cls, **defaults, **options)
+        self.optimizer = implementation.watched(groups(self.model), cls, **defaults, **options)
         self.synchronizes = self.optimizer if averages else self.model
 
     def run(self, first: int, last: int, accumulate: bool = False) -> Training:
@@ -149,7 +149,7 @@ def average_in_groups(implementation: Implementation, device: str) -> Tensor:
     """Even and odd ranks average in separate groups; each rank's gradient is its global rank plus one."""
     _, group = even_and_odd_ranks()
     p = nn.Parameter(torch.zeros(5, dtype=torch.float64, device=device))
-    optimizer = implementation.adapted([p], torch.optim.SGD, process_group=group, average_gradients=True, lr=1.0)
+    optimizer = implementation.watched([p], torch.optim.SGD, process_group=group, average_gradients=True, lr=1.0)
     ((dist.get_rank() + 1) * p).sum().backward()
     optimizer.step()
     return p.detach().cpu()
@@ -197,7 +197,7 @@ def train_own_model_on_rank(implementation: Implementation, case: OwnModelCase, 
     averages = implementation.accepts("average_gradients")
     options = {"average_gradients": True, "module": model} if averages else {}
     wrapped = model if averages else BucketedDataParallel(model)
-    optimizer = implementation.adapted(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE, **options)
+    optimizer = implementation.watched(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE, **options)
     synchronizes: Any = optimizer if averages else wrapped
     finish = synchronizes.finish_gradient_synchronization
     return train(wrapped, case, device, model.state_dict, finish, optimizer)  # the state dict waits for the last update

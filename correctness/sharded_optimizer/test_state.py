@@ -59,7 +59,7 @@ def options_after_loading(implementation: Implementation, device: str) -> list[t
     def make(lr: float, **options: Any) -> Any:
         a, b = parameters(device, (5,), (3,))
         groups = [{"params": [a], **options}, {"params": [b], "lr": lr / 10}]
-        return implementation.adapted(groups, torch.optim.Adam, lr=lr)
+        return implementation.watched(groups, torch.optim.Adam, lr=lr)
 
     saved = make(0.5, betas=(0.1, 0.2), weight_decay=0.3)
     saved.param_groups[0]["initial_lr"] = 0.7  # as a scheduler adds it
@@ -120,7 +120,7 @@ def load_what_does_not_fit(implementation: Implementation, device: str) -> list[
     wrong = []
     for own in ([3], [2, 1], [1, 1, 1], [1, 2]):
         groups = in_groups(own, device)
-        optimizer = implementation.adapted(groups, torch.optim.Adam)
+        optimizer = implementation.watched(groups, torch.optim.Adam)
         for other in (division for n in (2, 3, 4) for division in divisions(n) if division != own):
             saved = torch.optim.Adam(in_groups(other, device))
             set_gradients([p for group in saved.param_groups for p in group["params"]], 0)
@@ -177,7 +177,7 @@ def load_wider(make: Any, device: str) -> dict[str, Any]:
 
 
 def load_wider_on_rank(implementation: Implementation, device: str) -> dict[str, Any]:
-    return load_wider(implementation.adapted, device)
+    return load_wider(implementation.watched, device)
 
 
 def test_a_state_of_another_dtype_becomes_the_parameters(
@@ -192,7 +192,7 @@ def test_a_state_of_another_dtype_becomes_the_parameters(
 def load_twice(implementation: Implementation, device: str) -> list[Tensor]:
     """Load the state into an optimizer that has made steps already: its own state must be gone."""
     params = parameters(device, (5,), (3, 2), (4,))
-    optimizer = implementation.adapted(params, torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = implementation.watched(params, torch.optim.SGD, lr=0.1, momentum=0.9)
     empty = deepcopy(optimizer.state_dict())
     set_gradients(params, 0)
     optimizer.step()

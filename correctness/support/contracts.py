@@ -2,15 +2,16 @@
 
 import gc
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from shardmark.api import Implementation, Unsupported, error_line, family
-from shardmark.meter.clock import Stopwatch
+from shardmark.api import Implementation, Unsupported, error_line, family, note_unasked
 from shardmark.meter.memory import meter
 
 Note = Callable[[str, object], None]
@@ -67,23 +68,39 @@ def gradient_of_gradient(implementation: Implementation, call: Callable[[], Tens
         return None
 
 
-SLOW = 0.15
-"""Most seconds for an eighth of a large case; the whole case of a slower implementation is skipped."""
+MANY_CALLS = 100_000
+"""Most calls of functions, in Python or C, for an eighth of a large case: some 0.1 s. An implementation that makes
+more, as in Triton's interpreter, is not judged on the whole case."""
 
 
 def skip_if_slow(implementation: Implementation, eighth: Callable[[], Any], device: str) -> None:
-    """Skip the test if an eighth of its case takes more than SLOW seconds twice; the first run may compile.
+    """Skip the test if an eighth of its case makes more than MANY_CALLS calls, and note that it was not asked.
 
-    On a GPU none of ours is skipped; on CPU an interpreter may run it."""
+    The calls are counted, as time depends on what else the machine does. On a GPU none of ours is skipped; on CPU an
+    interpreter may run it."""
     if device == "cuda" and is_ours(implementation):
         return
-    for _ in range(2):
-        watch = Stopwatch(device)
-        watch.start()
-        eighth()
-        if (seconds := watch.stop().seconds) <= SLOW:
-            return
-    pytest.skip(f"too slow for a large case, which is not judged: an eighth of it takes {seconds:.1f} s")
+    eighth()  # what is compiled first does not count
+    if (calls := calls_of(eighth)) > MANY_CALLS:
+        why = f"too slow for a large case: an eighth of it makes more than {MANY_CALLS:,} calls"
+        note_unasked(why)
+        pytest.skip(f"{why}, {calls:,}")
+
+
+def calls_of(call: Callable[[], Any]) -> int:
+    """How many functions the call calls, in Python and C; those of backward in C++ alone do not count."""
+    before, count = sys.getprofile(), 0
+
+    def count_one(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(count_one)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count
 
 
 def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], when: str, share: float = 1e-3) -> None:

@@ -47,7 +47,7 @@ def setting(
     params = [p for p in model.parameters() if all_parameters or p.requires_grad]
     groups = [{"params": params[:1]}, {"params": params[1:]}]
     optimizer = torch.optim.SGD(groups, **{"lr": 0.0, **options})
-    step = implementation.adapted(model, optimizer, precision=PRECISIONS[precision])
+    step = implementation.watched(model, optimizer, precision=PRECISIONS[precision])
     return Setting(model, optimizer, step, *batch(device))
 
 

@@ -51,7 +51,7 @@ def test_the_loss_is_a_float32_scalar_and_detached_from_a_full_step(
     model = MLPLanguageModel(SIZE).to(device, dtype)
     master = PRECISIONS[precision].master is not None
     optimizer = AdamW(model.parameters(), lr=0.0, master_weights=master)
-    step = implementation.adapted(model, optimizer, precision=PRECISIONS[precision])
+    step = implementation.watched(model, optimizer, precision=PRECISIONS[precision])
     for what, loss in {"forward": step.forward(*batch(device)), "the full step": step(*batch(device))}.items():
         assert loss.shape == (), f"{what} returned a loss of shape {tuple(loss.shape)}"
         assert loss.dtype == torch.float32, f"{what} returned a loss of {loss.dtype}, expected torch.float32"

@@ -24,7 +24,7 @@ def made(implementation: Implementation, precision: str, inner: nn.Module | None
     policy = PRECISIONS[precision]
     model = Table(VOCAB, inner).to(device, policy.parameter)
     optimizer = AdamW(model.parameters(), lr=0.0, master_weights=policy.master is not None)
-    return model, implementation.adapted(model, optimizer, precision=policy)
+    return model, implementation.watched(model, optimizer, precision=policy)
 
 
 def batch(device: str, ignored: int = 3) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ def _trained(
     """Results of training a copy of the model with SGD."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW would make rounding of a gradient near zero large
-    return trained(implementation.adapted(model, optimizer, precision=precision), model, optimizer, tokens, targets)
+    return trained(implementation.watched(model, optimizer, precision=precision), model, optimizer, tokens, targets)
 
 
 @pytest.mark.family("training_step")
@@ -61,7 +61,7 @@ def test_compiles_in_the_first_step_alone(implementation: Implementation, device
     counters.clear()
     model, tokens, targets = _setting(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    step = implementation.adapted(model, optimizer, precision=PRECISIONS["float32"])
+    step = implementation.watched(model, optimizer, precision=PRECISIONS["float32"])
     first = step(tokens, targets)
     graphs, captures = counters["stats"]["unique_graphs"], counters["compiled_autograd"]["captures"]
     assert graphs == GRAPHS[implementation.name]
@@ -94,7 +94,7 @@ def test_a_users_own_model_trains_as_in_one_process(
 ) -> None:
     own = own_model(case, device, 0)
     optimizer = adam(own.module)
-    step = implementation.adapted(
+    step = implementation.watched(
         own.module, optimizer, precision=WIDE, loss=lambda model, batch, targets: own.loss(model, *batch)
     )
     losses = []

@@ -75,7 +75,7 @@ def test_parts_mark_their_end(implementation: Implementation, device: str) -> No
 def test_parameters_of_another_precision_are_refused(implementation: Implementation, device: str) -> None:
     model = MLPLanguageModel(SIZE).to(device, torch.bfloat16)
     with pytest.raises(ValueError, match=r"^[^\n]+$"):
-        implementation.adapted(model, torch.optim.SGD(model.parameters()), precision=PRECISIONS["float32"])(
+        implementation.watched(model, torch.optim.SGD(model.parameters()), precision=PRECISIONS["float32"])(
             *batch(device)
         )
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from impl.attention.accounting import flash_pytorch_peak
-from shardmark.api import Family, Race, RegistryError, Unsupported, add_family
+from shardmark.api import Family, Race, Refusable, RegistryError, Unsupported, add_family, check_signature, dtype_name
+
+COLUMNS = "tensors whose columns are not contiguous"
+FEWER_HEADS = "fewer heads in k and v than in q"
 
 
 class Attention(Protocol):
@@ -37,13 +40,25 @@ class Attention(Protocol):
 
     Without sequences or queries out is empty and the gradients of k and v are zero, or the call raises an error.
     Our own implementations raise no error there, but raise ValueError if there are no keys. ValueError for shapes,
-    dtypes or devices that do not go together. `shardmark.api.Unsupported`, a ValueError, for inputs that the
-    contract allows and this implementation does not take.
+    dtypes or devices that do not go together. `shardmark.api.Unsupported`, a ValueError, for what `MAY_REFUSE` lists
+    and this implementation does not take: whole dtypes, head dims other than 16, 32, 64 and 128, fewer heads in k
+    and v than in q, tensors whose columns are not contiguous, devices.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor: ...
 
 
+MAY_REFUSE = (
+    Refusable("dtypes", lambda q, k, v, **_: dtype_name(q.dtype), elsewhere=True),
+    Refusable(
+        "head dims other than 16, 32, 64, 128",
+        lambda q, k, v, **_: str(q.shape[-1]) if q.shape[-1] not in (16, 32, 64, 128) else None,
+        elsewhere=True,
+    ),
+    Refusable(COLUMNS, lambda q, k, v, **_: COLUMNS if any(x.stride(-1) != 1 for x in (q, k, v)) else None),
+    Refusable(FEWER_HEADS, lambda q, k, v, **_: FEWER_HEADS if kv_group(q, k) > 1 else None),
+    Refusable("devices", lambda q, k, v, **_: q.device.type, elsewhere=True),
+)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -95,10 +110,17 @@ def _apply(
     return function.apply(q, k, v, is_causal)
 
 
+SIGNATURE = "(q, k, v, *, is_causal=False)"
+
+
 def _check(target: Any, device: str) -> None:
     """Call the target on a tiny input, and run backward: shapes, dtypes and differentiability must be right."""
     if not callable(target):
-        raise RegistryError(f"{target!r} is not callable; attention is attention(q, k, v, *, is_causal=False)")
+        raise RegistryError(f"{target!r} is not callable; attention is attention{SIGNATURE}")
+    if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+        check_signature(target.forward, "forward(ctx, q, k, v, is_causal)", None, None, None, None, False)
+    else:
+        check_signature(target, SIGNATURE, None, None, None, is_causal=False)
     try:
         q, k, v, out = _tiny_call(target, device, torch.float32)
     except Unsupported:  # a fused kernel may take half precision only
@@ -123,6 +145,7 @@ FAMILY = add_family(
         reference="eager",
         check=_check,
         adapt=as_attention,
+        may_refuse=MAY_REFUSE,
         memory=flash_pytorch_peak,  # for a user's own attention: no quadratic memory
         time=Race("eager"),
     )

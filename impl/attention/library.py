@@ -44,6 +44,8 @@ def pinned(backend: SDPBackend) -> Attention:
     """SDPA with that backend; Unsupported where the backend does not take the inputs."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+        if backend != SDPBackend.MATH and any(x.stride(-1) != 1 for x in (q, k, v)):  # but where a reshape copies
+            raise Unsupported(f"SDPA's {backend.name} kernel takes tensors whose columns are contiguous")
         with sdpa_kernel(backend):
             try:
                 return sdpa(q, k, v, is_causal=is_causal)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.collectives.accounting import buffered_peak
-from shardmark.api import Family, RegistryError, add_family
+from shardmark.api import Family, Refusable, RegistryError, add_family
 
 
 class Handle(Protocol):
@@ -92,5 +92,20 @@ METHODS = {"all_reduce": 2, "reduce_scatter": 3, "all_gather": 3}
 """The contract's methods, and the number of positional arguments of each."""
 
 FAMILY = add_family(
-    Family("collectives", Collectives, reference="backend", check=_check, memory=buffered_peak, adapt=_adapted)
+    Family(
+        "collectives",
+        Collectives,
+        reference="backend",
+        check=_check,
+        memory=buffered_peak,
+        adapt=_adapted,
+        methods=tuple(METHODS),
+        may_refuse=(
+            Refusable(
+                "devices other than cpu",
+                lambda tensor, *_, **__: None if tensor.is_cpu else tensor.device.type,
+                elsewhere=True,
+            ),
+        ),
+    )
 )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from impl.data_parallel.accounting import copying_peak
-from shardmark.api import Family, Race, RegistryError, add_family
+from shardmark.api import Family, Race, Refusable, RegistryError, add_family, check_signature, other_dtypes
 
 
 class DataParallelWrapper(Protocol):
@@ -67,10 +67,9 @@ class DataParallelWrapper(Protocol):
 
 def _check(target: Any, device: str) -> None:
     """Check what can be checked without ranks: the signature and the methods. Correctness tests check the rest."""
-    try:
-        inspect.signature(target).bind(nn.Linear(1, 1), process_group=None)
-    except TypeError as error:
-        raise RegistryError(f"it is called as Wrapper(module, *, process_group=None, **options): {error}") from None
+    if not callable(target):
+        raise RegistryError(f"{target!r} is not callable; a wrapper is Wrapper(module, *, process_group=None)")
+    check_signature(target, "(module, *, process_group=None)", nn.Linear(1, 1), process_group=None)
     made = target.func if isinstance(target, functools.partial) else target
     for method in ("finish_gradient_synchronization", "no_sync"):
         if inspect.isclass(made) and not callable(getattr(made, method, None)):
@@ -83,6 +82,11 @@ FAMILY = add_family(
         DataParallelWrapper,
         reference="naive",
         check=_check,
+        may_refuse=(
+            Refusable(
+                "dtypes other than float32", lambda module, **_: other_dtypes(module.parameters()), elsewhere=True
+            ),
+        ),
         memory=copying_peak,
         time=Race("naive", budget=2.0, goal=1.0),  # wide: on one rank naive communicates nothing
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from impl.fsdp.accounting import sharded_peak
 from impl.fsdp.nine_linears_accounting import Formulas
-from shardmark.api import Family, Race, RegistryError, add_family
+from shardmark.api import Family, Race, Refusable, RegistryError, add_family, check_signature, other_dtypes
 
 
 class FullySharded(Protocol):
@@ -86,12 +86,11 @@ class Facts:
 
 def _check(target: Any, device: str) -> None:
     """Check what can be checked without ranks: the signature and the methods. Correctness tests check the rest."""
-    try:
-        inspect.signature(target).bind(nn.Linear(1, 1), process_group=None, compute_dtype=None, reduce_dtype=None)
-    except TypeError as error:
-        raise RegistryError(
-            f"it is called as Wrapper(module, *, process_group=None, compute_dtype=None, reduce_dtype=None): {error}"
-        ) from None
+    expected = "(module, *, process_group=None, compute_dtype=None, reduce_dtype=None)"
+    if not callable(target):
+        raise RegistryError(f"{target!r} is not callable; a wrapper is Wrapper{expected}")
+    options = {"process_group": None, "compute_dtype": None, "reduce_dtype": None}
+    check_signature(target, expected, nn.Linear(1, 1), **options)
     while isinstance(target, partial):
         target = target.func
     if not inspect.isclass(target):
@@ -101,12 +100,26 @@ def _check(target: Any, device: str) -> None:
             raise RegistryError(f"it has no method {method}()")
 
 
+TIED = "tied parameters"
+
+
+def _has_tied_parameters(module: nn.Module) -> bool:
+    return len(list(module.named_parameters(remove_duplicate=False))) > len(list(module.named_parameters()))
+
+
 FAMILY = add_family(
     Family(
         "fsdp",
         FullySharded,
         reference="sharded_plain",
         check=_check,
+        may_refuse=(
+            Refusable(
+                "dtypes other than float32", lambda module, **_: other_dtypes(module.parameters()), elsewhere=True
+            ),
+            Refusable(TIED, lambda module, **_: TIED if _has_tied_parameters(module) else None),
+            Refusable("cpu_offload", lambda *_, cpu_offload=False, **__: "cpu_offload" if cpu_offload else None),
+        ),
         memory=sharded_peak,
         time=Race("fsdp2", budget=2.0),
         facts=Facts(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from impl.loss.accounting import eager_peak
-from shardmark.api import Family, Race, RegistryError, Unsupported, add_family
+from shardmark.api import Family, Race, Refusable, RegistryError, Unsupported, add_family, check_signature, dtype_name
 
 
 class Loss(Protocol):
@@ -38,7 +38,8 @@ class Loss(Protocol):
     ValueError for shapes, dtypes, devices and options that do not go together, and on CPU for targets out of range. On
     CUDA the range is checked on the device (`torch._assert_async`), so that the host need not wait: a target out of
     range is a device-side assertion, raised at the next synchronization, as in torch's own cross_entropy.
-    `shardmark.api.Unsupported`, a ValueError, for inputs that an implementation does not take.
+    `shardmark.api.Unsupported`, a ValueError, for what `MAY_REFUSE` lists and an implementation does not take: whole
+    dtypes, label smoothing, z-loss, devices.
     """
 
     def __call__(
@@ -53,6 +54,12 @@ class Loss(Protocol):
     ) -> Tensor: ...
 
 
+MAY_REFUSE = (
+    Refusable("dtypes", lambda hidden, weight, targets, **_: dtype_name(product_dtype(hidden, weight)), elsewhere=True),
+    Refusable("label_smoothing", lambda *_, label_smoothing=0.0, **__: "label_smoothing" if label_smoothing else None),
+    Refusable("z_loss", lambda *_, z_loss=0.0, **__: "z_loss" if z_loss else None),
+    Refusable("devices", lambda hidden, weight, targets, **_: hidden.device.type, elsewhere=True),
+)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -115,12 +122,14 @@ def statistics_dtype(product: torch.dtype) -> torch.dtype:
     return torch.promote_types(product, torch.float32)
 
 
+SIGNATURE = "(hidden, weight, targets, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0)"
+
+
 def _check(target: Any, device: str) -> None:
     """Call the target on a tiny input, and run backward: the loss must be right to 0.1, and differentiable."""
     if not callable(target):
-        raise RegistryError(
-            f"{target!r} is not callable; a loss is loss(hidden, weight, targets, *, ignore_index=-100)"
-        )
+        raise RegistryError(f"{target!r} is not callable; a loss is loss{SIGNATURE}")
+    check_signature(target, SIGNATURE, None, None, None, ignore_index=-100, label_smoothing=0.0, z_loss=0.0)
     try:
         hidden, weight, loss, wanted = _tiny_call(target, device, torch.float32)
     except Unsupported:  # a fused kernel may take half precision only
@@ -149,6 +158,7 @@ FAMILY = add_family(
         Loss,
         reference="eager",
         check=_check,
+        may_refuse=MAY_REFUSE,
         memory=eager_peak,
         time=Race("eager", budget=1.5),  # a user's own loss may compute the logits twice: 4/3 of the FLOPs
     )

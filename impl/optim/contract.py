@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from impl.optim.accounting import adamw_peak
-from shardmark.api import Family, Race, RegistryError, add_family
+from shardmark.api import Family, Race, Refusable, RegistryError, add_family, dtypes_in, tensors_of
 
 
 class Optimizer(Protocol):
@@ -102,6 +102,14 @@ FAMILY = add_family(
         Optimizer,
         reference="plain",
         check=_check,
+        may_refuse=(
+            Refusable("dtypes", lambda params, **_: dtypes_in(tensors_of(params)), elsewhere=True),
+            Refusable(
+                "devices",
+                lambda params, **_: next((p.device.type for p in tensors_of(params)), None),
+                elsewhere=True,
+            ),
+        ),
         memory=adamw_peak,  # a user's own optimizer: the state, and a temporary as large as one parameter
         time=Race("torch_fused"),
     )

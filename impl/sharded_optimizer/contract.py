@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,7 +9,18 @@ from typing import Any, Protocol
 import torch
 
 from impl.sharded_optimizer.accounting import balanced_peak, work
-from shardmark.api import Family, Race, RegistryError, Work, add_family
+from shardmark.api import (
+    Family,
+    Race,
+    Refusable,
+    RegistryError,
+    Work,
+    add_family,
+    check_signature,
+    dtypes_in,
+    other_dtypes,
+    tensors_of,
+)
 
 
 class ShardedOptimizerContract(Protocol):
@@ -83,14 +93,19 @@ class Facts:
 
 def _check(target: Any, device: str) -> None:
     """Check what can be checked without ranks: the signature. Correctness tests check the rest."""
-    try:
-        inspect.signature(target).bind([torch.ones(1)], torch.optim.SGD, process_group=None, lr=0.1)
-    except TypeError as error:
-        raise RegistryError(
-            f"it is called as ShardedOptimizer(params, optimizer_cls, *, process_group=None, **defaults): {error}"
-        ) from None
+    expected = "(params, optimizer_cls, *, process_group=None, **defaults)"
+    if not callable(target):
+        raise RegistryError(f"{target!r} is not callable; a sharded optimizer is ShardedOptimizer{expected}")
+    check_signature(target, expected, [torch.ones(1)], torch.optim.SGD, process_group=None, lr=0.1)
     if isinstance(target, type) and not issubclass(target, torch.optim.Optimizer):
         raise RegistryError(f"{target!r} is not a class of torch.optim.Optimizer")
+
+
+SEVERAL_DTYPES = "parameters of several dtypes"
+
+
+def _several_dtypes(params: Any) -> str | None:
+    return SEVERAL_DTYPES if "," in (dtypes_in(tensors_of(params)) or "") else None
 
 
 FAMILY = add_family(
@@ -99,6 +114,12 @@ FAMILY = add_family(
         ShardedOptimizerContract,
         reference="unsharded",
         check=_check,
+        may_refuse=(
+            Refusable(
+                "dtypes other than float32", lambda params, *_, **__: other_dtypes(tensors_of(params)), elsewhere=True
+            ),
+            Refusable(SEVERAL_DTYPES, lambda params, *_, **__: _several_dtypes(params)),
+        ),
         memory=balanced_peak,  # a user's own optimizer: shards of equal size
         time=Race("zero_redundancy", budget=2.0),
         facts=Facts(),

@@ -11,7 +11,7 @@ from torch import Tensor
 from impl.model.mlp import MLPLanguageModel, MLPSize
 from impl.precision import Precision
 from impl.training_step.accounting import eager_peak
-from shardmark.api import Family, Race, RegistryError, add_family
+from shardmark.api import Family, Race, Refusable, RegistryError, add_family
 
 
 class TrainingStep(Protocol):
@@ -84,12 +84,17 @@ def _check(target: Any, device: str) -> None:
         raise RegistryError("its second step has no lower loss than its first")
 
 
+def _float16(precision: Precision) -> str | None:
+    return "float16" if torch.float16 in (precision.parameter, precision.compute) else None
+
+
 FAMILY = add_family(
     Family(
         "training_step",
         TrainingStep,
         reference="eager",
         check=_check,
+        may_refuse=(Refusable("float16", lambda *_, precision, **__: _float16(precision)),),
         memory=eager_peak,
         time=Race("eager", budget=1.25),  # a user's own step may use less memory than eager, but not much more time
     )

@@ -26,12 +26,21 @@ from shardmark.api.reference import (
     PlainStep,
     followed,
 )
+from shardmark.api.refusals import (
+    NotAsked,
+    Refusable,
+    Unsupported,
+    dtype_name,
+    dtypes_in,
+    note_unasked,
+    other_dtypes,
+    tensors_of,
+)
 from shardmark.api.registry import (
     FAMILIES,
     Family,
     Implementation,
     Race,
-    Unsupported,
     add_family,
     family,
     register,
@@ -39,6 +48,7 @@ from shardmark.api.registry import (
     trains_own_model,
 )
 from shardmark.api.requirements import Requirement, error_line, requires_compiler, requires_cuda
+from shardmark.api.signature import check_signature
 from shardmark.api.work import Work
 from shardmark.api.workload import Mark, Workload, stage
 
@@ -66,26 +76,34 @@ __all__ = [
     "Made",
     "Mark",
     "Moment",
+    "NotAsked",
     "OwnModel",
     "OwnModelCase",
     "PlainStep",
     "Race",
+    "Refusable",
     "RegistryError",
     "Requirement",
     "Unsupported",
     "Work",
     "Workload",
     "add_family",
+    "check_signature",
+    "dtype_name",
+    "dtypes_in",
     "error_line",
     "family",
     "find_blocks",
     "followed",
     "make",
+    "note_unasked",
+    "other_dtypes",
     "register",
     "requires_compiler",
     "requires_cuda",
     "resized",
     "resolve",
     "stage",
+    "tensors_of",
     "trains_own_model",
 ]

@@ -9,6 +9,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from shardmark.api.place import line_in, shown
+
 
 class RegistryError(ValueError):
     """A family, an implementation or a target is missing or does not fit; one line."""
@@ -66,7 +68,11 @@ def _import(label: str, source: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's module may fail to import in any way
-        raise RegistryError(f"{label}: cannot import {source}: {type(error).__name__}: {first_line(error)}") from error
+        line = line_in(error, source)
+        at = f", which fails at {shown(source, line)}" if line else ""
+        raise RegistryError(
+            f"{label}: cannot import {source}: {type(error).__name__}: {first_line(error)}{at}"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -6,25 +6,20 @@ why a target does not meet the contract. `impl` fills the registry; `--impl` add
 
 from __future__ import annotations
 
-import ast
 import importlib
-import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from shardmark.api.finding import RegistryError, find, first_line
+from shardmark.api.place import user_line
+from shardmark.api.refusals import Refusable, watched
+from shardmark.api.refusals import Unsupported as Unsupported
 from shardmark.api.requirements import Requirement
-
-
-class Unsupported(ValueError):
-    """Raised by an implementation, in one line, for inputs that its contract allows and it does not take.
-
-    The test is skipped with that line.
-    """
+from shardmark.api.signature import parameters_of
 
 
 @dataclass(frozen=True)
@@ -85,6 +80,17 @@ class Implementation:
         """The target in the form that its family's tests call."""
         return FAMILIES[self.family].adapt(self.target)
 
+    @property
+    def watched(self) -> Any:
+        """`adapted`, which notes for the verdict what it takes and refuses (`shardmark.api.refusals`)."""
+        owner = FAMILIES[self.family]
+        if not owner.may_refuse:
+            return self.adapted
+        if not owner.methods:
+            return watched(self.adapted, owner.contract, owner.may_refuse)
+        calls = {name: getattr(self.adapted, name) for name in owner.methods}
+        return SimpleNamespace(**{name: watched(c, owner.contract, owner.may_refuse) for name, c in calls.items()})
+
     def unavailable_reason(self, device: str, to_measure: bool = False) -> str | None:
         """Why the implementation does not run, or is not measured, on `device`; None where it does."""
         requirements = (*self.requires, *(self.requires_to_measure if to_measure else ()))
@@ -94,11 +100,11 @@ class Implementation:
         """Bytes at the peak of the case on "cpu" or "cuda", by its formula; ValueError where it has none."""
         if self.memory is None:
             raise ValueError(f"{self.family}/{self} has no memory formula")
-        return self.memory(case, device=device) if "device" in _parameters(self.memory) else self.memory(case)
+        return self.memory(case, device=device) if "device" in parameters_of(self.memory) else self.memory(case)
 
     def accepts(self, option: str) -> bool:
         """Whether the target has a parameter of that name; True where it could not be imported."""
-        return self.target is None or option in _parameters(self.target)
+        return self.target is None or option in parameters_of(self.target)
 
     def __str__(self) -> str:
         return self.name
@@ -106,34 +112,6 @@ class Implementation:
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled by name: ranks import the family's contract, whose package registers every implementation again.
         return _restore, (FAMILIES[self.family].contract.__module__, self.family, self.spec)
-
-
-def _parameters(target: Any) -> set[str]:
-    """The names of a call's parameters. A class with `**options` takes its base classes' too, except those that it
-    passes to them itself."""
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # a function written in C may have no signature
-        return set()
-    names = {p.name for p in parameters}
-    if isinstance(target, type) and any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return names | (set().union(*map(_parameters, target.__bases__)) - _given_to_its_base(target))
-    return names
-
-
-def _given_to_its_base(target: type) -> set[str]:
-    """Names of the arguments that the class passes to another `__init__`; empty where its source is not found."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(vars(target).get("__init__", target))))
-    except (OSError, TypeError, SyntaxError):
-        return set()
-    return {
-        keyword.arg
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "__init__"
-        for keyword in call.keywords
-        if keyword.arg
-    }
 
 
 @dataclass
@@ -153,6 +131,10 @@ class Family:
     facts: Any = None
     """The `facts` of a user's own target, and of each implementation that is registered without any."""
     adapt: Callable[[Any], Any] = lambda target: target
+    may_refuse: tuple[Refusable, ...] = ()
+    """Inputs that an implementation may refuse as `Unsupported`; one that refuses any other is wrong."""
+    methods: tuple[str, ...] = ()
+    """Names of the methods that are called; empty where the target itself is called."""
     workload: type[Any] | None = None
     """The `shardmark.api.Workload` that trains a user's own model (`--model`, what fits); None where the family trains
     none."""
@@ -268,7 +250,10 @@ def check_contract(implementation: Implementation, device: str) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's code raises, the contract is not met
-        line = first_line(error) if isinstance(error, RegistryError) else f"{type(error).__name__}: {first_line(error)}"
+        line = first_line(error)
+        if not isinstance(error, RegistryError):
+            at = user_line(error)
+            line = f"{type(error).__name__}: {line}" + (f", raised at {at}" if at else "")
         raise RegistryError(
             f"{implementation.family}={implementation.spec} does not meet the {implementation.family} contract: {line}"
         ) from error

@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from shardmark.api import registry
-from shardmark.api.registry import Unsupported
+from shardmark.api.refusals import Unsupported, may_refuse, note_unasked
 from shardmark.api.requirements import requires_compiler
 from shardmark.plugin.collection import pytest_collection_finish as pytest_collection_finish
 from shardmark.plugin.collection import pytest_collection_modifyitems as pytest_collection_modifyitems
 from shardmark.plugin.collection import pytest_generate_tests as pytest_generate_tests
-from shardmark.plugin.judge import Judge
+from shardmark.plugin.judge import Judge, not_refusable
 from shardmark.plugin.measure import Measure
 from shardmark.plugin.options import pytest_addoption as pytest_addoption
 from shardmark.plugin.progress import Progress
@@ -146,16 +146,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call() -> Generator[None, Any, Any]:
-    """Skip a test whose implementation raises Unsupported, or whose world is lost; the error's text is the reason."""
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Skip a test whose implementation refuses what its contract lets it refuse, or whose world is lost; the error's
+    text is the reason. Any other refusal fails the test. A test that measures gives no verdict, and is skipped."""
     try:
         return (yield)
     except WorldLostError as error:  # no fault of this test
+        note_unasked(str(error))
         pytest.skip(str(error))
     except (Unsupported, RankError) as error:
         cause = error.exception if isinstance(error, RankError) else error
         if not isinstance(cause, Unsupported):
             raise
+        implementation = implementation_of(pyfuncitem)
+        if implementation is not None and not measures(pyfuncitem) and not may_refuse(cause):
+            raise not_refusable(implementation, cause) from error
         pytest.skip(str(cause))
 
 
@@ -180,6 +185,7 @@ def worlds(pytestconfig: pytest.Config) -> WorldsBySize:
         try:
             return pytestconfig.stash[SESSION].worlds.get(size)
         except WorldError as error:
+            note_unasked(str(error))
             pytest.skip(str(error))
 
     return get

@@ -10,7 +10,7 @@ from shardmark.api import registry
 from shardmark.api.finding import RegistryError
 from shardmark.api.registry import Implementation
 from shardmark.meter.clock import DeviceClock
-from shardmark.plugin.session import SESSION, implementation_of, measures
+from shardmark.plugin.session import SESSION, Session, implementation_of, measures
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -56,8 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         implementation = implementation_of(item)
         chosen = not session.selected or (implementation is not None and implementation.family in session.selected)
-        grid = item.get_closest_marker("cases")
-        (kept if chosen and session.asks(grid and grid.args[0]) else dropped).append(item)
+        (kept if chosen and asked(session, item) else dropped).append(item)
         if measures(item):
             _use_device_clock(item, session.clock)
             if session.simulated:  # some predicted rows have no times
@@ -67,6 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
     if dropped:
         config.hook.pytest_deselected(items=dropped)
+
+
+def asked(session: Session, item: pytest.Item) -> bool:
+    """Whether the run has cases for the test: those of its grid, or of `--model`."""
+    grid = item.get_closest_marker("cases")
+    return session.asks(grid and grid.args[0])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,7 +1,8 @@
 """With `--impl`: each test ends by its deadline, and at the end a verdict on each target.
 
     attention=mine.py:MyFlash is WRONG: 212 of 230 contract checks passed, 15 failed, 3 not run
-      first: test_a_query_does_not_see_later_keys[MyFlash]: query 3 depends on key 4
+      query 3 depends on key 4
+        of mine.py:7: def attention(q, k, v, *, is_causal=False):
       not run: 3 because its signature has no option 'dropout'
 
 A contract check is a test that runs over implementations of a family and measures nothing.
@@ -9,55 +10,37 @@ A contract check is a test that runs over implementations of a family and measur
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardmark.api.registry import Implementation
+from shardmark.api.place import user_line, user_line_in_text
+from shardmark.api.refusals import Unsupported, ledger
+from shardmark.api.registry import Implementation, family
+from shardmark.plugin import options
+from shardmark.plugin.collection import asked
 from shardmark.plugin.session import Session, implementation_of, measures
-from shardmark.ranks.deadline import Hung, within
+from shardmark.plugin.terminal import REPORTED
+from shardmark.plugin.workers import takes_world
+from shardmark.ranks.deadline import MOST_HANGS, Hung, within
 from shardmark.ranks.world import RankError
+from shardmark.report.causes import lines as lines_of_causes
+from shardmark.report.judgement import NOT_JUDGED, RIGHT, WRONG, Notes, Verdict, from_report
 from shardmark.report.outcomes import first_line, reason
 from shardmark.text import printable
 
-TARGET, PLACE = "target", "place"
-"""Properties of a test's report: the `--impl` target that it judges, and its place in the order of the tests."""
-LONGEST_LINE = 110
-
-
-@dataclass
-class Verdict:
-    """Outcomes of one target's contract checks."""
-
-    passed: int = 0
-    failures: list[tuple[int, str, str]] = field(default_factory=list)
-    """(place, name, first line of the reason) of each failed check; the most telling tests have the first places."""
-    not_run: Counter[str] = field(default_factory=Counter)
-    """How many checks were skipped, by reason."""
-    notes: dict[str, None] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return self.passed + len(self.failures) + self.not_run.total()
-
-    def line(self) -> str:
-        checks = f"{self.passed} of {self.total} contract checks passed"
-        checks += f", {len(self.failures)} failed" if self.failures else ""
-        checks += f", {self.not_run.total()} not run" if self.not_run else ""
-        word = "WRONG" if self.failures else "right" if self.passed else "not judged"
-        return f"is {word}: {checks}"
-
-    def lines(self, verbose: bool) -> list[str]:
-        """The first failure, or with `verbose` every one; the checks that did not run, with reasons; notes."""
-        shown = sorted(self.failures)[: None if verbose else 1]
-        lines = [f"{'first' if i == 0 else 'then'}: {name}: {line}" for i, (_, name, line) in enumerate(shown)]
-        lines += [f"not run: {count} because {reason}" for reason, count in self.not_run.most_common()]
-        lines += [f"note: {note}" for note in self.notes]
-        return [line if verbose or len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..." for line in lines]
+TARGET, PLACE, NOTES = "target", "place", "calls"
+"""Properties of a test's report: the `--impl` target that it judges, its place in the order of the tests, its calls."""
+EXIT_NOT_JUDGED = 6
+"""Exit status of a run that passes and leaves a target not judged; pytest's own are 0 to 5."""
+WIDTH = 100
+CAUSES = 3
+"""Most causes of failures that are shown without -v."""
 
 
 class Judge:
@@ -65,16 +48,37 @@ class Judge:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        chosen = [entry for entries in session.selected.values() for entry in entries]
-        self.verdicts = {_label(entry): Verdict() for entry in chosen}
+        self.targets = {_label(entry): entry for entries in session.selected.values() for entry in entries}
+        self.verdicts = {label: Verdict(family(entry.family).may_refuse) for label, entry in self.targets.items()}
         self.places: dict[str, int] = {}
+        self.deselected: Counter[str] = Counter()
+        self.on_ranks: set[str | None] = set()
+        """Targets of which some checks run on ranks."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """Count the checks that the user's options leave out; those of the sweep are asked in the sweep alone."""
+        own = [item for item in items if item.get_closest_marker("sweep") is None and asked(self.session, item)]
+        self.deselected.update(filter(None, map(self._judges, own)))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.places = {item.nodeid: place for place, item in enumerate(session.items)}
+        collected = Counter(filter(None, map(self._judges, session.items)))
+        self.on_ranks = {self._judges(item) for item in session.items if takes_world(item)}
+        for label, verdict in self.verdicts.items():
+            verdict.collected, verdict.deselected = collected[label], self.deselected[label]
+            verdict.left_out = list(self._left_out(session.config, label))
+
+    def _judges(self, item: pytest.Item) -> str | None:
+        """The target whose contract the test checks, if any."""
+        implementation = implementation_of(item)
+        label = None if implementation is None or measures(item) else _label(implementation)
+        return label if label in self.targets else None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Set the ranks' deadline and the report's target; skip a measured case whose target has hung."""
+        """Set the ranks' deadline and the report's target; skip a measured case whose target has hung, and any other
+        test of one that has hung several times."""
         implementation = implementation_of(item)
         if implementation is None:
             return
@@ -86,10 +90,20 @@ class Judge:
         else:
             self.session.worlds.deadline = deadlines.of(label)
             item.user_properties += [(TARGET, label), (PLACE, self.places[item.nodeid])]
+            if why := self._why_left(label, item):
+                item.user_properties.append((NOTES, Notes(unasked=(why,)).saved()))
+                item.add_marker(pytest.mark.skip(reason=why))
+
+    def _why_left(self, label: str, item: pytest.Item) -> str | None:
+        """Why the check is not run: its target has hung in another check of the claim, or in several claims."""
+        hung = self.session.deadlines.hung_in(label)
+        if _claim(item) in hung:
+            return "it has hung in another check of the claim"
+        return f"it has hung in {MOST_HANGS} claims" if len(hung) >= MOST_HANGS else None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-        """End a test that hangs; from then on the target's other tests get little time."""
+        """End a test that hangs, from then on the target's other tests get little time; note its calls."""
         implementation = implementation_of(pyfuncitem)
         if implementation is None:
             return (yield)
@@ -99,16 +113,21 @@ class Judge:
         else:
             # Ranks have a deadline of their own, after which they still report where they were.
             ending = within(deadlines.of(label) * (2 if "worlds" in pyfuncitem.fixturenames else 1))
-        try:
-            with ending:
-                return (yield)
-        except Hung:
-            deadlines.note_hang(label)
-            raise
-        except RankError as error:
-            if error.hung:
-                deadlines.note_hang(label)
-            raise
+        where, hung = None, False
+        with ledger() as notes:
+            try:
+                with ending:
+                    return (yield)
+            except BaseException as error:
+                hung = isinstance(error, Hung) or (isinstance(error, RankError) and error.hung)
+                if hung:
+                    deadlines.note_hang(label, _claim(pyfuncitem))
+                source = error.__cause__ or error
+                test, on_ranks = str(pyfuncitem.path), isinstance(source, RankError)
+                where = user_line_in_text(str(source), test) if on_ranks else user_line(source, test)
+                raise
+            finally:
+                pyfuncitem.user_properties.append((NOTES, Notes.of(notes, where, hung).saved()))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count each check once: when it is called, or when its setup or teardown does not pass."""
@@ -116,39 +135,111 @@ class Judge:
         if TARGET not in properties or (report.when != "call" and report.passed):
             return
         verdict = self.verdicts[properties[TARGET]]
-        name = report.nodeid.rpartition("::")[2]
-        if report.failed:
-            verdict.failures.append((properties[PLACE], name, first_line(reason(report))))
-        elif report.skipped:
-            verdict.not_run[first_line(reason(report)).removeprefix("Skipped: ")] += 1
-        else:
-            verdict.passed += 1
-        verdict.notes |= {str(value): None for key, value in report.user_properties if key == "note"}
+        why = reason(report).removeprefix("Skipped: ") if not report.passed else ""
+        if report.skipped:
+            why = first_line(why)
+        verdict.add(from_report(report.nodeid, report.outcome, why, properties, PLACE, NOTES))
+        verdict.remarks |= {str(value): None for key, value in report.user_properties if key == "note"}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """A refused target makes a run that passes otherwise a usage error."""
-        if self.session.refused and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        """A refused target makes a run that passes otherwise a usage error, one that is wrong a failed one; one that
+        is not judged has a status of its own."""
+        outcomes = {verdict.outcome for verdict in self._judged().values()}
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return
+        if self.session.refused:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        elif WRONG in outcomes:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        elif NOT_JUDGED in outcomes:
+            session.exitstatus = EXIT_NOT_JUDGED
+
+    def _judged(self) -> dict[str, Verdict]:
+        return {label: verdict for label, verdict in self.verdicts.items() if verdict.checks}
+
+    def _left_out(self, config: pytest.Config, label: str) -> Iterator[str]:
+        """Parts that the user's arguments and options leave out, of which the number is not known here."""
+        owner = family(self.targets[label].family)
+        folder = owner.contract.__module__.split(".")[-2:-1]
+        paths = [Path(config.invocation_params.dir, arg) for arg in config.args]
+        if not any(path.is_dir() and not _beside_or_at(path, folder) for path in paths):
+            yield "checks outside of " + ", ".join(config.args)
+        if label in self.on_ranks and (missing := self._ranks_left_out()):
+            yield f"checks on {', '.join(map(str, missing))} ranks, which --ranks leaves out"
+        if not config.getoption("numprocesses", 0):
+            return
+        if config.option.keyword or config.getoption("deselect", None):
+            yield "checks that -k or --deselect leaves out"
+
+    def _ranks_left_out(self) -> list[int]:
+        """World sizes of contract checks that run without --ranks and not in this run."""
+        usual = options.contract_ranks(options.ranks(None, self.session.device), self.session.device)
+        return sorted(set(usual) - set(self.session.contract_ranks))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
     ) -> Generator[None, None, None]:
-        """Print the verdicts below all else, if any check ran."""
+        """Print the verdicts below all else, if any check ran; they stand for the tracebacks unless these are asked
+        for."""
+        judged = self._judged()
+        verbose = config.option.verbose > 0
+        failed = [each for key in ("failed", "error") for each in terminalreporter.stats.get(key, [])]
+        if judged and not verbose and all(TARGET in dict(getattr(r, "user_properties", ())) for r in failed):
+            terminalreporter.ensure_newline()
+            config.option.tbstyle = "no" if config.option.tbstyle == "auto" else config.option.tbstyle
+            if config.option.reportchars == REPORTED:
+                terminalreporter.reportchars = ""
         yield
-        judged = {label: verdict for label, verdict in self.verdicts.items() if verdict.total}
         if judged or self.session.refused:
             terminalreporter.section("Does it do what its contract says?", sep="-")
         for line in self.session.refused.values():
             terminalreporter.write_line(printable(line), red=True)
         for label, verdict in judged.items():
-            colour = {"red": True} if verdict.failures else {"green": True} if verdict.passed else {"yellow": True}
-            terminalreporter.write_line(printable(f"{label} {verdict.line()}"), **colour)
-            for line in verdict.lines(config.option.verbose > 0):
-                terminalreporter.write_line(printable(f"  {line}"))
+            colour = {RIGHT: "green", WRONG: "red", NOT_JUDGED: "yellow"}[verdict.outcome]
+            terminalreporter.write_line(printable(f"{label} {verdict.line()}"), **{colour: True})
+            for line in self._lines(label, verdict, verbose):
+                terminalreporter.write_line(printable(line).rstrip())
         if judged:
             terminalreporter.write_line(f"--seed {self.session.seed} draws the same inputs again")
+
+    def _lines(self, label: str, verdict: Verdict, verbose: bool) -> list[str]:
+        """Causes of failures, what was not asked or not run, and remarks; those of a wrong target only with -v."""
+        lines = [] if verdict.outcome == WRONG and not verbose else [f"note: {remark}" for remark in verdict.remarks]
+        unasked = [*verdict.unrun(), *([] if verdict.outcome == WRONG else verdict.untouched())]
+        not_run = verdict.not_run()
+        if verdict.outcome == WRONG and not verbose:
+            not_run = [line if len(line) <= WIDTH - 2 else f"{line[: WIDTH - 5]}..." for line in not_run]
+        lines = [*(f"not asked: {part}" for part in unasked), *not_run, *lines]
+        causes = lines_of_causes(self.targets[label], verdict, None if verbose else CAUSES)
+        return [each for line in [*causes, *lines] for each in _fitted(f"  {line}")]
+
+
+def _fitted(line: str) -> list[str]:
+    """At most WIDTH characters a line; code is whole."""
+    indent = len(line) - len(line.lstrip())
+    if indent > 4 or len(line) <= WIDTH:
+        return [line]
+    return textwrap.wrap(
+        line, WIDTH, subsequent_indent=" " * (indent + 2), break_long_words=False, break_on_hyphens=False
+    )
+
+
+def not_refusable(implementation: Implementation, error: Unsupported) -> BaseException:
+    """The failure of a check whose target refuses what its contract does not let it refuse."""
+    allowed = Verdict(family(implementation.family).may_refuse).what_may_be()
+    return pytest.fail.Exception(f"raised Unsupported for what every implementation takes: {error}. {allowed}", False)
+
+
+def _beside_or_at(path: Path, folder: list[str]) -> bool:
+    """Whether the path is the folder of the family's checks, or one beside it; some checks are in other folders."""
+    return bool(folder) and (path.parent / folder[0]).is_dir() and not (path / folder[0]).is_dir()
+
+
+def _claim(item: pytest.Item) -> str:
+    """The test without its parameters."""
+    return item.nodeid.partition("[")[0]
 
 
 def _label(implementation: Implementation) -> str:

@@ -81,7 +81,8 @@ class Measure(Admission):
         race = time or implementation.time
         if race is not None and (session.model is not None or not race.applies(case, session.device)):
             race = Race(race.peer)
-        least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None else 1
+        has_interval = race is not None and (rounds is None or race.goal is not None)  # a test's own rounds are kept to
+        least = fewest_rounds(SHOWN_CONFIDENCE) if has_interval else 1
         if race is not None and session.against is not None:
             least = fewest_rounds(self._confidence(race))
         peer, step = self._peer(implementation, race), f"{workload.__module__}.{workload.__qualname__}"

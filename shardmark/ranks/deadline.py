@@ -15,6 +15,8 @@ MEASURED = 30.0
 """A measured case gets this many deadlines: by default half an hour, as cases at paper scale are long."""
 AFTER_THE_FIRST = 3.0
 """Seconds for each further test of an implementation that has hung: it has failed already."""
+MOST_HANGS = 3
+"""An implementation that has hung in so many claims is asked nothing more."""
 OVERDUE = 1e-3
 """Seconds to an alarm that is overdue: zero would disarm it."""
 
@@ -29,16 +31,20 @@ class Deadlines:
     def __init__(self, first: float, measured: float) -> None:
         self.first = first
         self.measured = measured
-        self._hung: set[str] = set()
+        self._hangs: dict[str, set[str]] = {}
 
     def of(self, name: str) -> float:
         return min(self.first, AFTER_THE_FIRST) if self.has_hung(name) else self.first
 
     def has_hung(self, name: str) -> bool:
-        return name in self._hung
+        return name in self._hangs
 
-    def note_hang(self, name: str) -> None:
-        self._hung.add(name)
+    def hung_in(self, name: str) -> set[str]:
+        """The claims in which it has hung."""
+        return self._hangs.get(name, set())
+
+    def note_hang(self, name: str, claim: str) -> None:
+        self._hangs.setdefault(name, set()).add(claim)
 
 
 @contextmanager

