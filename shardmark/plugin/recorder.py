@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from shardmark.api.registry import FAMILIES, Race
+from shardmark.api import registry
+from shardmark.api.registry import Race
 from shardmark.api.work import Work
 from shardmark.meter.disturbances import WAITED, in_words
 from shardmark.meter.over_budget import Held, excess_lines
@@ -100,8 +101,8 @@ class Recorder:
         ratios = None if peer is None else session.times.ratios(key, identity.implementation, peer)
         row["time"], ratio = time_entry(ranks, time, confidence, ratios)
         row["time"]["pace"] = pace
-        known = FAMILIES[identity.family].implementations if identity.family in FAMILIES else {}
-        raced = known.get(row["time"]["peer"] or "")
+        family = registry.FAMILIES.get(identity.family)
+        raced = None if family is None else family.implementations.get(row["time"]["peer"] or "")
         if raced is not None and raced.called:
             row["time"]["peer_called"] = raced.called
         for observer in observe:

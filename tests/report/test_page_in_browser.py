@@ -203,6 +203,9 @@ def test_a_link_keeps_the_filter_and_the_sort_in_the_address(opened: Open) -> No
     row = link.get_attribute("href")
     link.click()
     assert tab.evaluate("location.hash") == f"{row}&filter.table-a=quick" and tab.locator(row).is_visible()
+    background = "(each) => getComputedStyle(each.cells[0]).backgroundColor"
+    others = tab.locator(f"#table-a tbody tr:not({row})").first
+    assert tab.locator(row).evaluate(background) != others.evaluate(background)
     tab.locator(".permalink:visible").first.click()
     assert tab.evaluate("location.hash").endswith("&filter.table-a=quick")
     assert tab.locator("#table-a tbody tr:visible").count() == 1

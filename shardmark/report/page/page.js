@@ -67,7 +67,9 @@ function restore() {
     show(table);
   }
   const target = document.getElementById(id);
+  document.querySelector(".target")?.classList.remove("target");
   if (target) {
+    target.classList.add("target"); // :target is no element where the address has more than an id
     target.hidden = false;
     show(target);
     target.scrollIntoView();
