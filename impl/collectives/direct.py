@@ -69,5 +69,5 @@ register(
     memory=direct_peak,
     time=Race("backend"),
     requires=(requires_gloo,),
-    called="direct sends",
+    called="a direct exchange",
 )
