@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from perf.conftest import rows_meet_their_schema
+from shardmark.plugin.session import SESSION
 from shardmark.rows.columns import Entry
 from shardmark.rows.consistency import contradictions
 from shardmark.rows.reader import entries_of, read_run
@@ -61,6 +64,16 @@ def test_an_earlier_row_of_the_same_place_is_held_to_the_figures_as_well() -> No
     wrong[0]["stats"].update(median=0.45, q1=0.4)
     assert list(contradictions([*wrong, *right]))
     assert list(contradictions([*right, *pair()])) == []
+
+
+def test_a_contradiction_fails_the_test_that_made_it_and_no_later_one() -> None:
+    wrong = pair()
+    PLANTED["its own time"](*wrong)
+    rows = SimpleNamespace(rows=wrong)
+    config = SimpleNamespace(stash={SESSION: SimpleNamespace(scale="smoke", rows=rows)})
+    assert list(contradictions(rows.rows))
+    checked = rows_meet_their_schema._get_wrapped_function()  # type: ignore[attr-defined]
+    assert list(checked(config)) == [None]
 
 
 def test_the_recorded_run_does_not_contradict_itself() -> None:
