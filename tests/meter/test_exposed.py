@@ -22,7 +22,8 @@ from shardmark.rows.fill import time_entry
 from shardmark.rows.observers import ExposedCommunication
 from tests.support.measured import row_by
 
-DELAY = 0.02
+DELAYED = 0.4
+"""Seconds of all delays of a step: beside other processes a step of some ms may take tens of them."""
 
 OPTIONS: dict[str, Any] = {"batch": 2, "context": 32}
 STEPS: dict[str, tuple[type[Any], Any]] = {
@@ -50,14 +51,14 @@ def messages(plan: Plan) -> list[str]:
     return [each.name for each in found if each.name != "receive"]
 
 
-def laps_delayed(plan: Plan) -> tuple[int, Measured]:
-    """The number of collectives in a step, and laps of a step whose collectives all start late, and of its compute."""
+def laps_delayed(plan: Plan) -> Measured:
+    """Laps of a step whose collectives all start late, and of its compute."""
     count, workload = len(messages(plan)), warmed_up(plan)
     timed_step(plan, workload, workload.compute_step)  # which makes a model in its first call
-    with delayed(before=DELAY):
+    with delayed(before=DELAYED / count):
         laps = timed_step(plan, workload, workload.step)
     alone = timed_step(plan, workload, workload.compute_step)
-    return count, Measured("gloo", Memory(), {IMPLEMENTATION: [laps], COMPUTE: [alone]})
+    return Measured("gloo", Memory(), {IMPLEMENTATION: [laps], COMPUTE: [alone]})
 
 
 @pytest.mark.parametrize(("of", "name"), NAMES, ids=str)
@@ -65,11 +66,9 @@ def test_a_delay_of_each_collective_is_exposed_communication(of: str, name: str,
     """PyTorch's DDP and FSDP wait inside forward and backward, its ZeRO inside the optimizer's step."""
     workload, case = STEPS[of]
     plan = plan_of(workload, resolve(of, name), case, ranks=2)
-    counts, ranks = zip(*worlds(2).run(laps_delayed, plan), strict=True)
-    parts = row_by(ExposedCommunication(), list(ranks))["time"]["parts"]
-    assert parts["communication"] > 0.9 * counts[0] * DELAY
-    others = max(parts[part] for part in ("forward", "backward", "optimizer"))
-    assert others < max(DELAY, counts[0] * DELAY / 2)  # beside other processes each takes some ms of its own
+    parts = row_by(ExposedCommunication(), worlds(2).run(laps_delayed, plan))["time"]["parts"]
+    assert parts["communication"] > 0.75 * DELAYED
+    assert max(parts[part] for part in ("forward", "backward", "optimizer")) < DELAYED / 2
 
 
 @pytest.mark.parametrize("name", ["sharded", "fsdp2"])
