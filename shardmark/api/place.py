@@ -16,6 +16,7 @@ import torch
 
 LIBRARIES = (*(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), *torch.__path__, "<")
 """Path prefixes of files that are no user's."""
+INSTALLED = frozenset({"site-packages", "dist-packages"})
 SUITE = ("shardmark", "impl", "correctness", "perf")
 """Packages whose files are the suite's."""
 
@@ -57,7 +58,8 @@ def user_line(error: BaseException, test: str = "") -> str | None:
 def is_the_users(file: str) -> bool:
     """Whether the file belongs to no library, and not to the suite."""
     roots = [path for name in SUITE if name in sys.modules for path in getattr(sys.modules[name], "__path__", [])]
-    return not file.startswith(LIBRARIES) and not any(Path(file).is_relative_to(root) for root in roots)
+    is_installed = not INSTALLED.isdisjoint(Path(file).parts)  # a virtual environment may see another one's packages
+    return not (is_installed or file.startswith(LIBRARIES) or any(Path(file).is_relative_to(root) for root in roots))
 
 
 def user_line_in_text(text: str, test: str) -> str | None:

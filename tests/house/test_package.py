@@ -102,8 +102,8 @@ def test_the_suite_judges_without_a_checkout(installed: Path, tmp_path: Path) ->
     arguments = ["--impl=attention=mine.py:attention", "-k", "three", "-n0", "--device=cpu"]
     run = done(installed / "shardmark", "correctness/attention", *arguments, folder=tmp_path)
     assert run.returncode == 1 and "\nattention=attention is WRONG: " in run.stdout, run.stdout + run.stderr
-    first = re.search(r"^  first: test_a_query_sees_the_keys\S*causal\]: ", run.stdout, re.M)
-    assert first is not None, run.stdout
+    found = re.search(r"^    of mine.py:\d+: .*\n.* such as\s+test_a_query_sees_the_keys\S*causal\]", run.stdout, re.M)
+    assert found is not None, run.stdout
 
 
 @pytest.mark.sweep
