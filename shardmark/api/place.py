@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-LIBRARIES = (*(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), *torch.__path__, "<")
+LIBRARIES = (sysconfig.get_paths()["stdlib"], *torch.__path__, "<")
 """Path prefixes of files that are no user's."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, those of another environment that this one sees among them."""
 SUITE = ("shardmark", "impl", "correctness", "perf")
 """Packages whose files are the suite's."""
 
@@ -48,17 +49,14 @@ def shown(file: str, line: int) -> str:
 def user_line(error: BaseException, test: str = "") -> str | None:
     """The innermost line of the user's code that led to the error, with its text; None without one. The `test` is a
     file that is not the user's."""
-    for file in reversed([frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]):
-        if file != test and is_the_users(file):
-            line = line_in(error, file)
-            return None if line is None else shown(file, line)
-    return None
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((shown(*each) for each in reversed(frames) if each[0] != test and is_the_users(each[0])), None)
 
 
 def is_the_users(file: str) -> bool:
     """Whether the file belongs to no library, and not to the suite."""
     roots = [path for name in SUITE if name in sys.modules for path in getattr(sys.modules[name], "__path__", [])]
-    is_installed = not INSTALLED.isdisjoint(Path(file).parts)  # a virtual environment may see another one's packages
+    is_installed = not INSTALLED.isdisjoint(Path(file).parts)
     return not (is_installed or file.startswith(LIBRARIES) or any(Path(file).is_relative_to(root) for root in roots))
 
 

@@ -93,7 +93,7 @@ class Ledger:
     refused: dict[frozenset[Feature], str] = field(default_factory=dict)
     """The first refused call with these features, in words."""
     last: tuple[frozenset[Feature], Call] | None = None
-    """The last call, which a failure is likely to be of."""
+    """The last call: where the check fails, most likely the one that failed."""
     unasked: list[str] = field(default_factory=list)
     """Parts of the check that were not asked, and why."""
 

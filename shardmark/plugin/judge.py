@@ -32,7 +32,7 @@ from shardmark.ranks.world import RankError
 from shardmark.report.causes import lines as lines_of_causes
 from shardmark.report.judgement import NOT_JUDGED, RIGHT, WRONG, Notes, Verdict, from_report
 from shardmark.report.outcomes import first_line, reason
-from shardmark.text import printable
+from shardmark.text import cut, printable
 
 TARGET, PLACE, NOTES = "target", "place", "calls"
 """Properties of a test's report: the `--impl` target that it judges, its place in the order of the tests, its calls."""
@@ -210,7 +210,7 @@ class Judge:
         unasked = [*verdict.unrun(), *([] if verdict.outcome == WRONG else verdict.untouched())]
         not_run = verdict.not_run()
         if verdict.outcome == WRONG and not verbose:
-            not_run = [line if len(line) <= WIDTH - 2 else f"{line[: WIDTH - 5]}..." for line in not_run]
+            not_run = [cut(line, WIDTH - 2) for line in not_run]
         lines = [*(f"not asked: {part}" for part in unasked), *not_run, *lines]
         causes = lines_of_causes(self.targets[label], verdict, None if verbose else CAUSES)
         return [each for line in [*causes, *lines] for each in _fitted(f"  {line}")]

@@ -14,6 +14,7 @@ from shardmark.api.refusals import Call
 from shardmark.api.registry import Implementation, family
 from shardmark.report.judgement import PASSED, Check, Verdict
 from shardmark.report.outcomes import first_line
+from shardmark.text import number_of
 
 HUNG = "shardmark.ranks.deadline.Hung: "
 FEW_PASS = 0.1
@@ -103,7 +104,7 @@ def lines(implementation: Implementation, verdict: Verdict, most: int | None) ->
             printed += [f"  {line}" for line in _again(implementation, cause.smallest)]
     if most is not None and (others := found[most:]):
         rest = sum(len(cause.checks) for cause in others)
-        printed.append(f"{rest} {failed} have {len(others)} other reason{'s' * (len(others) > 1)}: -v shows all")
+        printed.append(f"{rest} {failed} have {number_of(len(others), 'other reason')}: -v shows all")
     return printed
 
 

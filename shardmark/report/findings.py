@@ -56,7 +56,7 @@ class _Pair:
 
     @property
     def differs_in_time(self) -> bool:
-        """Whether the time is decided, and differs enough."""
+        """Whether the interval of the ratio excludes 1, and the ratio is at least 5% from 1."""
         return self.time.is_decided and abs(self.time.mid - 1) >= DIFFERS
 
     @property

@@ -102,7 +102,7 @@ def _rendered(template: str, **values: Any) -> str:
     from markupsafe import Markup
 
     def svg(figure: Figure, anchor: str) -> list[dict[str, Any]]:
-        """Each panel as {heading, svg}."""
+        """The figure's panels: a heading and an SVG of each."""
         return [
             {
                 "heading": heading,
