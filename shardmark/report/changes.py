@@ -7,17 +7,9 @@ from dataclasses import dataclass, field
 
 from shardmark.report.outcomes import first_line
 from shardmark.rows.baseline import BaselineRow, Machine, judged_ratio
+from shardmark.rows.change import BETTER, KINDS, WORSE, RowComparison, changes_in, count_compared, number_of_rows
 from shardmark.rows.columns import Entry
-from shardmark.rows.comparison import (
-    BETTER,
-    KINDS,
-    WORSE,
-    RowComparison,
-    changes_in,
-    compare,
-    count_compared,
-    number_of_rows,
-)
+from shardmark.rows.comparison import compare
 from shardmark.rows.reader import entries_of
 from shardmark.verdict.betting import UNDECIDED
 

@@ -11,8 +11,8 @@ from shardmark.report.findings import findings, undecided, verdict
 from shardmark.report.outcomes import first_line
 from shardmark.report.summary import Summary
 from shardmark.report.tables import render
+from shardmark.rows.change import BETTER, WORSE
 from shardmark.rows.columns import Entry
-from shardmark.rows.comparison import BETTER, WORSE
 from shardmark.rows.reader import of_this_version
 from shardmark.text import printable
 

@@ -16,7 +16,8 @@ import pytest
 
 from shardmark.rows.atomic_json import Entry, GrowingFile, dumped
 from shardmark.rows.baseline import Baseline, BaselineRow, Machine
-from shardmark.rows.comparison import Comparison, compare, number_of_rows
+from shardmark.rows.change import number_of_rows
+from shardmark.rows.comparison import Comparison, compare
 from shardmark.rows.reader import LISTS
 from shardmark.rows.row import Row
 from shardmark.rows.writer import RowFile

@@ -25,7 +25,8 @@ from shardmark.meter.plan import Measured, Plan, Rounds
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.world import RankError, World, Worlds
 from shardmark.rows.baseline import BaselineRow
-from shardmark.rows.comparison import KINDS, Change, Comparison, compare
+from shardmark.rows.change import KINDS, Change
+from shardmark.rows.comparison import Comparison, compare
 from shardmark.rows.fill import counters_entry, memory_entry
 from shardmark.rows.row import Row
 from shardmark.text import printable

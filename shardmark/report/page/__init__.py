@@ -26,8 +26,8 @@ from shardmark.report.questions import OTHERS
 from shardmark.report.summary import Summary
 from shardmark.report.tables import case, question, together
 from shardmark.report.words import figure as ratio_in_words
+from shardmark.rows.change import BETTER, WORSE
 from shardmark.rows.columns import Entry
-from shardmark.rows.comparison import BETTER, WORSE
 from shardmark.rows.reader import entries_of, of_this_version
 from shardmark.text import number_of, printable
 

@@ -10,8 +10,8 @@ from itertools import groupby
 from shardmark.report.changes import OPEN, Changes
 from shardmark.report.page.figure import cell
 from shardmark.report.plots import number
+from shardmark.rows.change import BETTER
 from shardmark.rows.columns import Entry
-from shardmark.rows.comparison import BETTER
 from shardmark.rows.reader import entries_of
 from shardmark.rows.row import figure
 
