@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -24,9 +24,10 @@ from shardmark.meter.clock import Laps, Stopwatch
 from shardmark.meter.counters import count
 from shardmark.meter.disturbances import Threads
 from shardmark.meter.gloo_workers import workers_free_first
+from shardmark.meter.load import Load
 from shardmark.meter.memory import Memory, meter, release
 from shardmark.meter.over_budget import STEP, Held, held_at_peak
-from shardmark.meter.plan import IMPLEMENTATION, PEER, Measured, Plan, Rounds
+from shardmark.meter.plan import IMPLEMENTATION, LOAD, PEER, Measured, Plan, Rounds
 from shardmark.meter.recording import mark, no_gc, recording
 from shardmark.meter.trace import modules_of, nvtx_range
 from shardmark.verdict.betting import fewest_rounds
@@ -136,7 +137,10 @@ def meter_pass(plan: Plan, steady: Steady = lambda step, mark: step(mark)) -> tu
 
 
 def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
-    """Rounds in which the implementation, its peer and its parts take turns in random order.
+    """Rounds in which the implementation, its peer and its parts take turns in random order, then the calibration load.
+
+    Each of a pair's steps follows a step of the other one, which is not timed if need be: a step that follows its own
+    kind finds other caches, and a coin would decide which of the two does.
 
     Enough rounds run for a verdict, if one is asked for. While the verdict is undecided, rounds of the implementation
     and its peer are added.
@@ -147,6 +151,9 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     if plan.peer is not None:
         theirs = plan.workload(plan.peer, plan.case, plan.device)
         steps[PEER] = (theirs, theirs.step)
+    if plan.load:
+        load = Load(plan.device)
+        steps[LOAD] = (load, load.step)
 
     warmup_began = time.perf_counter()
     for warmup in range(plan.rounds.warmups):  # at least one
@@ -173,11 +180,14 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     names = {IMPLEMENTATION: f"{plan.implementation} step", PEER: f"{plan.peer} step"}
     coin = random.Random(plan.coin)
     pair = [name for name in (IMPLEMENTATION, PEER) if name in steps]
-    parts = [name for name in steps if name not in pair]
+    parts = [name for name in steps if name not in (*pair, LOAD)]
     with no_gc() if plan.rounds.disable_gc else nullcontext():
         began, threads = time.perf_counter(), Threads.now()
         for i in rounds_while(lambda: _undecided(plan, measured), rounds, plan.rounds, partial(_largest, plan)):
-            for name in [*shuffled(pair, coin), *(shuffled(parts, coin) if i < rounds else ())]:
+            pair = shuffled(pair, coin)
+            if len(pair) == 2:
+                timed_step(plan, *steps[pair[1]], ahead[pair[1]])
+            for name in [*pair, *(shuffled(parts, coin) if i < rounds else ()), *((LOAD,) if plan.load else ())]:
                 with nvtx_range(names.get(name, f"{plan.implementation} {name}"), plan.device):
                     measured.laps[name].append(timed_step(plan, *steps[name], ahead[name]))
         waited, elapsed = Threads.now().waited(threads, torch.get_num_threads()), time.perf_counter() - began
@@ -208,9 +218,14 @@ def _undecided(plan: Plan, measured: Measured) -> bool:
     """Whether the rounds so far leave a verdict open. Each round's slowest rank counts, so that all ranks agree."""
     if plan.limits is None:
         return False
-    laps = [measured.laps[name] for name in (IMPLEMENTATION, PEER) if name in measured.laps]
-    seconds, *peer_seconds = _largest(plan, [[lap.seconds for lap in each] for each in laps])
-    return plan.limits.undecided(seconds, peer_seconds[0] if peer_seconds else None)
+    names = [name for name in (IMPLEMENTATION, PEER, LOAD) if name in measured.laps]
+    seconds = _largest(plan, [[lap.seconds for lap in measured.laps[name]] for name in names])
+    return plan.limits.undecided(dict(zip(names, seconds, strict=True)))
+
+
+def time_again(plan: Plan) -> Measured:
+    """Time the case in this process, which has not seen it before: nothing is metered, counted or observed."""
+    return timed_rounds(replace(plan, observers=()), Memory(), warmed_up(plan))
 
 
 def timed_steps(plan: Plan, count: int) -> list[Laps]:

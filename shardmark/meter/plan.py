@@ -17,7 +17,8 @@ from shardmark.verdict.budget import Limits, MemoryBudget
 if TYPE_CHECKING:
     from shardmark.meter.counters import Counters
 
-IMPLEMENTATION, PEER, COMPUTE, COMMUNICATION = "implementation", "peer", "compute", "communication"
+IMPLEMENTATION, PEER, LOAD = "implementation", "peer", "load"
+COMPUTE, COMMUNICATION = "compute", "communication"
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Plan:
     observers: tuple[type[RankObserver], ...] = ()
     coin: int = 0
     """Seed of the order of steps in each round, equal on all ranks."""
+    load: bool = False
+    """Whether each round times the calibration load too (`shardmark.meter.load`)."""
     trace: Path | None = None
     """The path of the Chrome trace and the memory snapshot, without the rank and the suffix."""
 

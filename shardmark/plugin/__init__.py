@@ -258,7 +258,7 @@ def _write_report(session: pytest.Session) -> None:
     """Write the page of `--report`; a run whose page cannot be written does not pass."""
     own = session.config.stash[SESSION]
     against = own.against
-    older = [] if against is None or against.baseline is None else [(against.name, against.baseline.output)]
+    older = [] if against is None else [(run.name, run.output) for run in against.runs]
     if own.report is not None and own.rows.rows and not own.report.write_run(own.rows.output(), older):
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 

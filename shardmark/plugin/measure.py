@@ -17,14 +17,15 @@ from shardmark.api.workload import Workload
 from shardmark.meter.measure_case import NEAR, blocks_at_peak, measure
 from shardmark.meter.memory import Memory
 from shardmark.meter.over_budget import Held
-from shardmark.meter.plan import Identity, Plan, Rounds
+from shardmark.meter.plan import Identity, Measured, Plan, Rounds
 from shardmark.plugin.admission import Admission, copies
+from shardmark.plugin.fresh import in_fresh_processes
 from shardmark.plugin.recorder import Rates
 from shardmark.predict.entry import predicted_time_entry
 from shardmark.predict.simulation.rates import WITHIN
 from shardmark.predict.worlds import SimulatedWorlds
 from shardmark.ranks.deadline import within
-from shardmark.ranks.world import World
+from shardmark.ranks.world import World, Worlds
 from shardmark.rows.fill import memory_entry, new_row
 from shardmark.rows.observers import Observer, Profile
 from shardmark.rows.row import Memory as MemoryPart
@@ -83,8 +84,6 @@ class Measure(Admission):
             race = Race(race.peer)
         has_interval = race is not None and (rounds is None or race.goal is not None)  # a test's own rounds are kept to
         least = fewest_rounds(SHOWN_CONFIDENCE) if has_interval else 1
-        if race is not None and session.against is not None:
-            least = fewest_rounds(self._confidence(race))
         peer, step = self._peer(implementation, race), f"{workload.__module__}.{workload.__qualname__}"
         family, name = implementation.family, implementation.name
         identity = Identity(family, name, case, session.device, world_size, called=implementation.called)
@@ -98,9 +97,10 @@ class Measure(Admission):
             world_size,
             self._rounds(rounds, max([least, *(observer.min_rounds for observer in observe)])),
             tensors_before=None if session.against is None else session.against.tensors(self._benchmark.fullname),
-            limits=self._limits(race),
+            limits=self._limits(race, peer),
             observers=tuple(type(observer) for observer in observe),
             coin=secrets.randbits(64),
+            load=not (session.simulated or self._benchmark.disabled),
             trace=trace,
         )
 
@@ -114,6 +114,9 @@ class Measure(Admission):
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=self.deadline)
         )
+        again: Sequence[Sequence[Measured]] = ()
+        if isinstance(session.worlds, Worlds):
+            again = in_fresh_processes(plan, ranks, session.worlds, self.deadline)
 
         def at_peak() -> list[Held]:
             held = session.worlds.get(world_size).run(blocks_at_peak, plan, deadline=self.deadline)
@@ -122,11 +125,9 @@ class Measure(Admission):
         def beside_ref(row: Row) -> list[tuple[str, str]]:
             if session.against_ref is None or self._benchmark.disabled:
                 return []
-            world = session.worlds.get(world_size)
+            world, confidence = session.worlds.get(world_size), self._confidence(race)
             assert isinstance(world, World)
-            return session.against_ref.judge(
-                self._benchmark.fullname, plan, row, world, self._confidence(race), self.deadline
-            )
+            return session.against_ref.judge(self._benchmark.fullname, plan, row, world, confidence, self.deadline)
 
         return self.record(
             identity,
@@ -136,6 +137,7 @@ class Measure(Admission):
             memory=memory,
             rates=rates,
             observe=observe,
+            again=again,
             at_peak=at_peak,
             beside_ref=beside_ref,
             step=step,
@@ -214,15 +216,16 @@ class Measure(Admission):
             self._item.warn(pytest.PytestWarning(f"{plan.implementation} has no memory budget: {error}"))
             return None
 
-    def _limits(self, race: Race | None) -> Limits | None:
+    def _limits(self, race: Race | None, peer: Implementation | None) -> Limits | None:
         """The limits that the rounds must decide; None where pytest-benchmark is disabled."""
         ratios: tuple[float, ...] = (race.budget,) if race is not None and race.budget is not None else ()
-        if race is not None and self._session.against is not None:
-            ratios += self._session.against.limits(self._benchmark.fullname, race.peer)
+        against, gate = self._session.against, None
+        if against is not None:
+            gate = against.gate(self._benchmark.fullname, None if peer is None else peer.name)
         seconds = [own.seconds for own in self._session.budgets_for(self._item.nodeid) if own.seconds is not None]
-        if self._benchmark.disabled or not (ratios or seconds):
+        if self._benchmark.disabled or not (ratios or seconds or gate):
             return None
-        return Limits(self._confidence(race), ratios, tuple(seconds))
+        return Limits(self._confidence(race), ratios, tuple(seconds), gate)
 
     def _peer(self, implementation: Implementation, race: Race | None) -> Implementation | None:
         """The implementation of the race, if it is another one and runs here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,12 +22,16 @@ from shardmark.ranks import torchrun
 from shardmark.ranks.deadline import MEASURED
 from shardmark.ranks.rank import WorldError, available_cores
 from shardmark.ranks.world import available_ranks, check_size
+from shardmark.verdict.budget import SMALLEST_EFFECT
+from shardmark.verdict.slowdown import LARGEST
 
 DEVICES = ("auto", "cpu", "cuda")
 LARGEST_SEED = 2**63 - 1
 """A test's own number, and a rank's, are added to it, and torch takes 64 bits."""
 GROUPINGS = ("group", "name", "func", "fullfunc", "fullname", "param")
 MOST_ROUNDS = 10**6
+LARGEST_SHARE = 10.0
+"""Largest value of --largest-slowdown: eleven times as long."""
 LONGEST_DEADLINE = 1e6
 """Seconds, eleven days: the kernel takes no more milliseconds."""
 
@@ -74,13 +79,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--against",
+        action="append",
+        default=[],
         metavar="OLD.json",
-        help="Fail on what is slower or larger, beyond noise, than in this file of an earlier run's --benchmark-json.",
+        help="Fail on what is slower or larger, beyond noise, than in this file of an earlier run's --benchmark-json, "
+        "or in any of a folder's. Repeatable.",
     )
     group.addoption(
         "--against-ref",
         metavar="REF",
         help="Run each case in this commit, branch or tag as well, in turns, and fail on what is slower or larger now.",
+    )
+    group.addoption(
+        "--largest-slowdown",
+        metavar="SHARE",
+        help="Fail each compared row that is not shown to be slower by less than this, such as 5%%.",
+    )
+    group.addoption(
+        "--undecided",
+        default="pass",
+        metavar="pass|fail",
+        help="Whether tests fail whose time verdict stays undecided (default pass: they are counted).",
+    )
+    group.addoption(
+        "--real-time",
+        action="store_true",
+        help="Run the ranks before all ordinary processes (SCHED_RR), where the system permits it.",
     )
     group.addoption(
         "--update-baseline",
@@ -144,7 +168,7 @@ def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:
     asked = worlds.simulated(option("simulate"))
     if asked.hardware.device == "cpu" and not on_this:  # whose times are not known
         real = (*real, "trace_dir")
-    if taken := next((name for name in real if option(name) is not None), None):
+    if taken := next((name for name in real if option(name) not in (None, [])), None):
         raise ValueError(f"--simulate runs nothing: not with --{taken.replace('_', '-')}")
     if option("device") == "cuda" or torchrun.launched():
         raise ValueError(f"--simulate runs nothing: not with {'torchrun' if torchrun.launched() else '--device cuda'}")
@@ -152,9 +176,40 @@ def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:
 
 
 def path(name: str, option: Callable[[str], str]) -> Path:
-    if not option(name):
-        raise ValueError(f"--{name.replace('_', '-')} takes a path, not ''")
-    return Path(option(name))
+    return as_path(f"--{name.replace('_', '-')}", option(name))
+
+
+def as_path(name: str, value: str) -> Path:
+    if not value:
+        raise ValueError(f"{name} takes a path, not ''")
+    return Path(value)
+
+
+def largest_slowdown(value: str | None) -> float:
+    """`--largest-slowdown` as a share: 0.05 for "5%" and for "0.05"."""
+    if value is None:
+        return LARGEST
+    with suppress(ValueError):
+        share = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
+        if SMALLEST_EFFECT <= share <= LARGEST_SHARE:  # nan is neither
+            return share
+    raise ValueError(f"--largest-slowdown is from 1% to {LARGEST_SHARE:.0%}, not {value!r}")
+
+
+def undecided_fails(option: Callable[..., Any]) -> bool:
+    given = option("largest_slowdown") is not None
+    if given and not (option("against") or option("against_ref")):
+        raise ValueError("--largest-slowdown needs --against or --against-ref, which say what to compare with")
+    return one_of("--undecided", option("undecided"), ("pass", "fail")) == "fail" or given
+
+
+def set_real_time(wanted: bool) -> None:
+    """Have this process and those that it starts run before all ordinary ones. ValueError where that is forbidden."""
+    if wanted:
+        try:
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        except (AttributeError, OSError) as error:
+            raise ValueError(f"--real-time is not permitted here: {error}; it takes root, or the right to") from None
 
 
 def check_benchmark(option: Callable[..., Any]) -> None:

@@ -16,7 +16,8 @@ from shardmark.api.registry import Race
 from shardmark.api.work import Work
 from shardmark.meter.disturbances import WAITED, in_words
 from shardmark.meter.over_budget import Held, excess_lines
-from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
+from shardmark.meter.plan import IMPLEMENTATION, LOAD, PEER, Identity, Measured
+from shardmark.ranks.world import Worlds
 from shardmark.report.outcomes import LEFT_OPEN
 from shardmark.rows.atomic_json import dumped
 from shardmark.rows.case_times import CaseKey
@@ -29,11 +30,13 @@ from shardmark.rows.fill import (
     time_entry,
 )
 from shardmark.rows.observers import Observer
+from shardmark.rows.pairs import paired_with, pairs_entry, sums
 from shardmark.rows.row import Limit, Row, main_figures
 from shardmark.rows.row import Work as WorkPart
 from shardmark.verdict import budget
 from shardmark.verdict.betting import FAIL, UNDECIDED
 from shardmark.verdict.budget import MemoryBudget
+from shardmark.verdict.slowdown import stalls
 
 if TYPE_CHECKING:
     from shardmark.plugin.session import Session
@@ -69,16 +72,17 @@ class Recorder:
         memory: MemoryBudget | None = None,
         rates: Rates = lambda seconds: {},
         observe: Sequence[Observer] = (),
+        again: Sequence[Sequence[Measured]] = (),
         at_peak: Callable[[], list[Held]] = lambda: [],
         beside_ref: Callable[[Row], list[tuple[str, str]]] = lambda row: [],
         step: str | None = None,
     ) -> Row:
         """Judge and save what each rank measured, and return the row.
 
-        `time` is the race that the ranks' laps hold, or that an earlier row timed; `at_peak` finds what was live at the
-        peak, and is called once the row of a failed memory budget is saved; `beside_ref` judges the row beside that of
-        `--against-ref`. Rows of one `step`, the workload's name, have their times in common whatever their question
-        (`shardmark.rows.case_times`).
+        `time` is the race that the ranks' laps hold, or that an earlier row timed; `again` are further processes that
+        timed it; `at_peak` finds what was live at the peak, and is called once the row of a failed memory budget is
+        saved; `beside_ref` judges the row beside that of `--against-ref`. Rows of one `step`, the workload's name, have
+        their times in common whatever their question (`shardmark.rows.case_times`).
         """
         __tracebackhide__ = True
         session = self._session
@@ -88,6 +92,8 @@ class Recorder:
             step_seconds(ranks, name) if name in ranks[0].laps else [] for name in (IMPLEMENTATION, PEER)
         )
         pace = session.times.pace(key, identity.implementation, as_measured, peer, peer_seconds)
+        if peer is not None:
+            session.times.add(key, identity.implementation, peer, paired_with(PEER, again))
         ranks = [rank.at_pace(pace) for rank in ranks]
         seconds = step_seconds(ranks)
         stats = self._replay(seconds)
@@ -101,6 +107,12 @@ class Recorder:
         ratios = None if peer is None else session.times.ratios(key, identity.implementation, peer)
         row["time"], ratio = time_entry(ranks, time, confidence, ratios)
         row["time"]["pace"] = pace
+        timed = {} if ratio is None or peer is None else {PEER: session.times.pairs(key, identity.implementation, peer)}
+        pairs = sums({**timed, LOAD: paired_with(LOAD, [ranks, *again])}, confidence)
+        can_repeat = LOAD in pairs and isinstance(session.worlds, Worlds)
+        row["time"]["pairs"] = {name: pairs_entry(each, can_repeat) for name, each in pairs.items()}
+        if said := stalls(as_measured, peer_seconds) if peer_seconds else "":
+            row["time"]["stalls"] = said
         family = registry.FAMILIES.get(identity.family)
         raced = None if family is None else family.implementations.get(row["time"]["peer"] or "")
         if raced is not None and raced.called:
@@ -114,7 +126,7 @@ class Recorder:
         if "not_done" in row["limit"]:
             verdicts.append((FAIL, row["limit"]["not_done"]))
         if session.against is not None:
-            verdicts += session.against.judge(self._benchmark.fullname, row, ratio)
+            verdicts += session.against.judge(self._benchmark.fullname, row, pairs)
         try:
             verdicts += beside_ref(row)
         except BaseException:  # of this version, or the user's Ctrl-C: what was measured stays
@@ -154,6 +166,8 @@ class Recorder:
                     found = at_peak()
                 lines = list(excess_lines(memory.formula, found))
             pytest.fail("\n".join([complaints[FAIL], "", *lines]).rstrip(), pytrace=False)
+        if complaints[UNDECIDED] and session.undecided_fails:
+            pytest.fail(f"undecided: {complaints[UNDECIDED]}", pytrace=False)
         if complaints[UNDECIDED]:
             machine = in_words(row["time"]["machine"])
             self._item.stash[LEFT_OPEN] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)

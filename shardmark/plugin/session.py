@@ -47,6 +47,7 @@ class Session:
 
     def __init__(self, config: pytest.Config, ending: Ending) -> None:
         option = config.getoption
+        options.set_real_time(option("real_time"))
         self.config = config
         self.simulated = options.simulated(option)
         """The hardware and ranks of `--simulate`; None in a real run."""
@@ -57,6 +58,8 @@ class Session:
         self.ranks = [self.simulated.ranks] if self.simulated else options.ranks(option("ranks"), self.device)
         self.contract_ranks = self.ranks if option("ranks") else options.contract_ranks(self.ranks, self.device)
         """World sizes of tests that measure nothing: what is right on two ranks alone is wrong."""
+        self.undecided_fails = options.undecided_fails(option)
+        """Whether a test that is undecided fails: by `--undecided fail`, or as `--largest-slowdown` is given."""
         self.seed = options.seed(str(option("seed")))
         self.refused: dict[str, str] = {}
         """One line on each `--impl` target that does not meet its contract, where another target does."""
@@ -169,11 +172,15 @@ class Session:
         implementation = implementation_of(item)
         race = implementation.time if implementation is not None else None
         budget = self.model is None and (implementation is None or (race is not None and race.budget is not None))
-        older = self.against is not None and self.against.compares_time(item.nodeid)  # by the interval of the budget
-        beside = (self.against_ref is not None) + sum(
-            each.seconds is not None and each.matches(item.nodeid) for each in self.budgets
+        older = self.against is not None and self.against.compares_time(item.nodeid)
+        beside = (
+            (self.against_ref is not None)
+            + 2 * older
+            + sum(  # an older row: beside its peer and the load
+                each.seconds is not None and each.matches(item.nodeid) for each in self.budgets
+            )
         )
-        return beside + (budget or older or beside > 0)  # as the test may have a budget of its own
+        return beside + (budget or beside > 0)  # as the test may have a budget of its own
 
     def budgets_for(self, test_id: str) -> list[AbsoluteBudget]:
         """The budgets of `--budgets` whose pattern matches that test. They count as matched from now on."""
@@ -214,12 +221,14 @@ def _is_helping() -> bool:
 
 def _against(option: Callable[..., Any], rows: RowFile) -> Against | None:
     """Open the file of `--against`."""
-    if option("against") is None:
+    if not option("against"):
         if option("update_baseline"):
             raise ValueError("--update-baseline needs --against, which names the file")
         return None
     options.check_measures("--against", option)
-    return None if _is_helping() else Against(options.path("against", option), option("update_baseline"), rows)
+    paths = [options.as_path("--against", each) for each in option("against")]
+    largest = options.largest_slowdown(option("largest_slowdown"))
+    return None if _is_helping() else Against(paths, option("update_baseline"), rows, largest)
 
 
 def _against_ref(option: Callable[..., Any], device: str, folder: Path) -> AgainstRef | None:
@@ -230,7 +239,8 @@ def _against_ref(option: Callable[..., Any], device: str, folder: Path) -> Again
     if torchrun.launched() or option("link") is not None:
         raise ValueError(f"--against-ref {ref} has ranks of its own on this machine: not with torchrun or --link")
     options.check_measures("--against-ref", option)
-    return None if _is_helping() else AgainstRef(check_out(ref, folder), device)
+    largest = options.largest_slowdown(option("largest_slowdown"))
+    return None if _is_helping() else AgainstRef(check_out(ref, folder), device, largest)
 
 
 def _link(rate: str | None, device: str) -> Link | None:

@@ -280,6 +280,10 @@ class Worlds:
         world.deadline = self.deadline
         return world
 
+    def fresh(self, size: int) -> World:
+        """A new world of `size` ranks, which nothing has used; the caller closes it."""
+        return World(size, self.device, self.link, self.checkout)
+
     def close(self) -> None:
         """End every rank of every world."""
         for world in self._worlds.values():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardmark.report.outcomes import first_line
-from shardmark.rows.baseline import BaselineRow, Machine, judged_ratio
+from shardmark.rows.baseline import BaselineRow, Machine
 from shardmark.rows.change import BETTER, KINDS, WORSE, RowComparison, changes_in, count_compared, number_of_rows
 from shardmark.rows.columns import Entry
 from shardmark.rows.comparison import compare
@@ -47,8 +47,7 @@ def changes(baseline: Entry, new: Entry, name: str) -> Changes:
     for entry in new["benchmarks"]:
         test, row = entry["fullname"], entry["extra_info"]
         if test in measured:
-            earlier, ratio = BaselineRow.of(measured[test]), judged_ratio(row["time"])
-            found[test] = compare(earlier, row, ratio, machines[0] == machines[1], name)
+            found[test] = compare(BaselineRow.of(measured[test]), row, machines[0] == machines[1], name)
     result = Changes(name)
     for entry in new["unmeasured"]:
         test, row = entry["fullname"], entry["extra_info"]

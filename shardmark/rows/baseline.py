@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from shardmark.meter.disturbances import WAITED
 from shardmark.rows.atomic_json import Entry
+from shardmark.rows.pairs import number, pairs_of
 from shardmark.rows.reader import LISTS, RunFileError, lacks_schema, read_json
-from shardmark.rows.row import Time
-from shardmark.verdict.betting import Interval
+from shardmark.verdict.slowdown import Paired
 
 Collectives = list[list[Any]]
 """[operation, dtype, bytes of one, times in a row] of each collective."""
@@ -51,8 +51,10 @@ class BaselineRow:
     world_size: int
     link: str | None
     peer: str | None
-    ratio: Interval | None
-    """Step time over the peer's, see `judged_ratio`."""
+    pairs: dict[str, Paired]
+    """The step paired with its "peer" and with the calibration "load"."""
+    waited: bool
+    """Whether its threads waited for a core, which other processes had."""
     memory: dict[str, int]
     """Bytes at the peak, of "tensors" and "workspace"."""
     counters: dict[str, float]
@@ -63,27 +65,16 @@ class BaselineRow:
         """Read a row; raises KeyError, TypeError or ValueError where another version wrote it."""
         if schema := lacks_schema(row):
             raise ValueError(f"no row of {schema}")
-        memory = {name: int(_number(row["memory"][name])) for name in ("tensors", "workspace") if name in row["memory"]}
+        memory = {name: int(number(row["memory"][name])) for name in ("tensors", "workspace") if name in row["memory"]}
         counters = {name: value for name, value in row.get("counters", {}).items() if value is not None}
         collectives = counters.pop("collectives", None)
         if collectives is not None:
-            collectives = [[str(a), str(dtype), _number(n), _number(times)] for a, dtype, n, times in collectives]
-        counters = {name: _number(value) for name, value in counters.items()}
-        time, ratio = row["time"], judged_ratio(row["time"])
-        peer = None if ratio is None else str(time["peer"])
-        return cls(row["device"], row["world_size"], row["link"], peer, ratio, memory, counters, collectives)
-
-
-def judged_ratio(time: Time) -> Interval | None:
-    """The ratio to the peer, with the interval that decided its verdict: 0 to infinity after too few rounds.
-
-    None without a peer, and for a predicted time, which has no interval. Raises KeyError, TypeError or ValueError where
-    another version wrote the row.
-    """
-    if time.get("peer") is None or "predicted" in time:
-        return None
-    low, high = (0.0, math.inf) if time["judged_interval"] is None else map(_number, time["judged_interval"])
-    return Interval(_number(time["ratio"]), low, high, _number(time["judged_confidence"]))
+            collectives = [[str(a), str(dtype), number(n), number(times)] for a, dtype, n, times in collectives]
+        counters = {name: number(value) for name, value in counters.items()}
+        pairs = {name: pairs for name, (pairs, _) in pairs_of(row["time"]).items()}
+        peer = str(row["time"]["peer"]) if "peer" in pairs else None
+        waited = WAITED in row["time"].get("machine", {})
+        return cls(row["device"], row["world_size"], row["link"], peer, pairs, waited, memory, counters, collectives)
 
 
 class Baseline:
@@ -110,9 +101,3 @@ class Baseline:
                 f"--against {path} is of another version of this suite ({type(error).__name__}: {error}): "
                 "remove it, and have --update-baseline write a new one"
             ) from None
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise TypeError(f"{value!r} is no number that was measured")
-    return value

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from shardmark.verdict.betting import interval, paired_ratios
+from shardmark.verdict.slowdown import Pairs
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class CaseKey:
 
 @dataclass
 class _Known:
-    """Times of one case, in seconds, and each timed pair's ratios in the order of the rounds."""
+    """Times of one case, in seconds, and each timed pair's rounds, process by process."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    ratios: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    pairs: dict[tuple[str, str], list[Pairs]] = field(default_factory=dict)
 
 
 class CaseTimes:
@@ -46,12 +47,22 @@ class CaseTimes:
     def __init__(self) -> None:
         self._cases: defaultdict[CaseKey, _Known] = defaultdict(_Known)
 
-    def ratios(self, case: CaseKey, name: str, peer: str) -> list[float] | None:
-        """The ratios of the rounds in which these two were timed, as `name` over `peer`; None if they were not yet."""
-        known = self._cases[case].ratios
+    def pairs(self, case: CaseKey, name: str, peer: str) -> list[Pairs]:
+        """The rounds in which these two were timed, in seconds, process by process; empty if they were not yet."""
+        known = self._cases[case].pairs
         if (name, peer) in known:
             return known[name, peer]
-        return [1 / ratio for ratio in known[peer, name]] if (peer, name) in known else None
+        return [(theirs, mine) for mine, theirs in known.get((peer, name), [])]
+
+    def add(self, case: CaseKey, name: str, peer: str, pairs: Sequence[Pairs]) -> None:
+        """Keep rounds of a pair that further processes timed."""
+        if pairs:
+            self._cases[case].pairs[name, peer] += pairs
+
+    def ratios(self, case: CaseKey, name: str, peer: str) -> list[float] | None:
+        """The ratios of the first process that timed these two, as `name` over `peer`; None if none has yet."""
+        first = self.pairs(case, name, peer)[:1]
+        return paired_ratios(*first[0]) if first else None
 
     def pace(
         self, case: CaseKey, name: str, seconds: Sequence[float], peer: str | None, peer_seconds: Sequence[float]
@@ -61,8 +72,8 @@ class CaseTimes:
         known = self._cases[case]
         times = known.seconds
         if peer is not None and peer_seconds:
-            known.ratios[name, peer] = ratios = paired_ratios(seconds, peer_seconds)
-            ratio = interval(ratios).center
+            known.pairs[name, peer] = [(seconds, peer_seconds)]
+            ratio = interval(paired_ratios(seconds, peer_seconds)).center
             if name in times:
                 times.setdefault(peer, times[name] / ratio)
             else:

@@ -26,6 +26,8 @@ class Change:
     now: float | None = None
     interval: Interval | None = None
     """The interval of `now` over `before`; None for an exact figure."""
+    not_excluded: float | None = None
+    """In time: the largest slowdown, as a share, that the pairs leave possible; None where one is shown."""
     grown: tuple[str, ...] = ()
     """The parts that make the difference, a line each: "3 more: aten::mul, mine.py:12"."""
 

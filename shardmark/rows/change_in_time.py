@@ -1,27 +1,81 @@
-"""Changes in a row's time: the ratio to the peer, beside the same ratio in an earlier run on the same machine."""
+"""Changes in a row's time: its ratios to the peer and to the calibration load, beside those of an earlier run on the
+same machine.
+
+Seconds depend on whatever else the machine does; a ratio of steps that took turns does not. A slowdown that the peer
+shares changes the ratio to the load alone.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardmark.meter.disturbances import WAITED
 from shardmark.rows.baseline import BaselineRow
 from shardmark.rows.change import Change, ChangesOrReason
+from shardmark.rows.pairs import PEER, pairs_of
 from shardmark.rows.row import Row
-from shardmark.verdict.betting import Interval
-from shardmark.verdict.budget import tolerated
+from shardmark.verdict.betting import FAIL, PASS, UNDECIDED
+from shardmark.verdict.slowdown import EFFECTS, LARGEST, Slowdown, judged, slowdown
+
+BUSY = "not judged, as one of the runs waited for cores that other processes had: --against-ref sees both beside them"
+"""A step on several threads waits for the last of them, so beside a neighbour it is not slower by its peer's share."""
 
 
-def changes_in_time(baseline: BaselineRow, row: Row, ratio: Interval | None, baseline_name: str) -> ChangesOrReason:
-    """The change of the ratio to the peer, or why it is not compared."""
-    before = baseline.ratio
-    if ratio is None or before is None:
-        return "without a peer"
-    if baseline.peer != row["time"]["peer"]:
-        return "with another peer"
+def changes_in_time(baseline: BaselineRow, row: Row, baseline_name: str, largest: float = LARGEST) -> ChangesOrReason:
+    """The changes of the ratios that both rows have, or why there are none; a pass excludes what is over `largest`."""
     if baseline.link != row["link"]:
         return "on another link"
-    if before.ends is None:
-        return f"of too few rounds in {baseline_name}"
-    text = (
-        f"{ratio.center:.3f}x {baseline.peer}'s time, {ratio}, against {before.center:.3f}x in {baseline_name}, "
-        f"[{before.low:.4g}, {before.high:.4g}]"
+    now = pairs_of(row["time"])
+    if PEER in now and baseline.peer != row["time"].get("peer"):
+        del now[PEER]
+    found: list[Change] = []
+    for name, (pairs, needed) in now.items():
+        if name in baseline.pairs:
+            beside = f"{row['time']['peer']}" if name == PEER else "the calibration load"
+            text = f"the time in {baseline_name}, beside {beside}"
+            stalls = row["time"].get("stalls", "")
+            change = change_of(slowdown(pairs, baseline.pairs[name]), name, largest, needed, text, stalls)
+            if change.verdict == FAIL and (baseline.waited or WAITED in row["time"].get("machine", {})):
+                change = replace(change, verdict=UNDECIDED, text=f"{change.text}; {BUSY}")
+            if found and change.verdict == UNDECIDED:  # the peer has decided; only a slowdown that it shares is open
+                change = replace(change, verdict=PASS)
+            found.append(change)
+    if found:
+        return found
+    return "not timed beside a peer or the load" if not now else f"with nothing in {baseline_name} to compare with"
+
+
+def change_of(found: Slowdown, name: str, largest: float, needed: int, than: str, stalls: str = "") -> Change:
+    """The change of a ratio to the "peer" or the "load", or of another commit's time; `than` names the earlier time."""
+    verdict = judged(found, name, largest, needed)
+    text = f"{found.ratio.center:.3f}x {than}, {found}"
+    if stalls and found.mean > found.ratio.center:
+        text += f"; {stalls}"
+    if verdict == UNDECIDED and found.shown(EFFECTS[name]):
+        text += f"; not shown in {needed} processes: {found.low:.3f} to {found.high:.3f} between them"
+    if verdict == UNDECIDED:
+        text += f"; slowdowns up to {share(found.not_excluded)} are not excluded"
+    worse = verdict == FAIL
+    return Change(
+        verdict,
+        text,
+        better=found.faster and not worse and found.ratio.high * (1 + EFFECTS[name]) < 1,
+        figure=f"step time, {than.partition(', ')[2]}" if ", " in than else "step time",
+        before=1.0,
+        now=found.ratio.center,
+        interval=found.ratio,
+        not_excluded=None if worse else found.not_excluded,
     )
-    return [Change(ratio.verdict(tolerated(before.high)), text, better=tolerated(ratio.high) < before.low)]
+
+
+def share(value: float) -> str:
+    """As in "4.2%"; "any size" for infinity."""
+    return "any size" if math.isinf(value) else f"{100 * value:.2g}%" if value < 0.1 else f"{value:.0%}"
+
+
+def not_excluded(changes: Sequence[Change]) -> float | None:
+    """The largest slowdown of a row that its time's changes leave possible; None without a change in time."""
+    open_ = [change.not_excluded for change in changes if change.not_excluded is not None]
+    return min(open_) if open_ else None

@@ -6,34 +6,42 @@ seconds depend on whatever else the machine does; and on one machine only, becau
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from shardmark.rows.baseline import BaselineRow
-from shardmark.rows.change import BETTER, KINDS, WORSE, RowComparison, changes_in, count_compared
+from shardmark.rows.change import (
+    BETTER,
+    KINDS,
+    WORSE,
+    Change,
+    RowComparison,
+    changes_in,
+    count_compared,
+    number_of_rows,
+)
 from shardmark.rows.change_in_counters import changes_in_counters
 from shardmark.rows.change_in_memory import changes_in_memory
-from shardmark.rows.change_in_time import changes_in_time
+from shardmark.rows.change_in_time import changes_in_time, not_excluded, share
 from shardmark.rows.row import Row
 from shardmark.text import printable
-from shardmark.verdict.betting import Interval
+from shardmark.verdict.betting import FAIL
+from shardmark.verdict.slowdown import LARGEST
 
 MOST = 10
 """Most lines of regressions, and of improvements, that are printed without -v; the others are counted."""
 
 
 def compare(
-    baseline: BaselineRow, row: Row, ratio: Interval | None, same_machine: bool, baseline_name: str
+    baseline: BaselineRow, row: Row, same_machine: bool, baseline_name: str, largest: float = LARGEST
 ) -> RowComparison:
-    """Compare a row's time, memory and counters with its baseline.
-
-    `ratio` is the row's ratio to its peer, with the interval that verdicts are taken from; None without a peer.
-    """
+    """Compare a row's time, memory and counters with its baseline; in time, a pass excludes what is over `largest`."""
     if (baseline.device, baseline.world_size) != (row["device"], row["world_size"]):
         return dict.fromkeys(KINDS, "on another device or number of ranks")
     return {
-        "time": changes_in_time(baseline, row, ratio, baseline_name) if same_machine else "on another machine",
+        "time": changes_in_time(baseline, row, baseline_name, largest) if same_machine else "on another machine",
         "memory": changes_in_memory(baseline, row["memory"], same_machine, baseline_name),
         "counters": changes_in_counters(baseline, row.get("counters", {}), same_machine, baseline_name),
     }
@@ -42,12 +50,24 @@ def compare(
 class Comparison:
     """The comparisons of a run's rows, and the last lines that report them."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest: float = LARGEST) -> None:
         self._rows: dict[str, RowComparison] = {}
+        self._largest = largest
 
-    def add(self, test_id: str, row: RowComparison) -> list[tuple[str, str]]:
-        """Add a row's comparison; returns the verdict and the text of each of its changes."""
-        self._rows[test_id] = row
+    @property
+    def worse(self) -> int:
+        """The number of figures that got worse."""
+        return sum(change.outcome == WORSE for row in self._rows.values() for change in _all_changes(row))
+
+    def add(
+        self, test_id: str, row: RowComparison, more: Callable[[Change], str] = lambda change: ""
+    ) -> list[tuple[str, str]]:
+        """Add a row's comparison; returns the verdict and the text of each of its changes. `more` is told of a change
+        for the worse, and returns what is to be added to its text."""
+        self._rows[test_id] = row = {
+            kind: each if isinstance(each, str) else [_told(change, more) for change in each]
+            for kind, each in row.items()
+        }
         return [(change.verdict, change.text) for kind in row.values() for change in changes_in(kind)]
 
     def write(self, terminal: pytest.TerminalReporter, others: Iterable[str] = ()) -> None:
@@ -56,6 +76,8 @@ class Comparison:
             terminal.write_line(printable(f"{kind}: {count_compared([row[kind] for row in self._rows.values()])}"))
         for line in others:
             terminal.write_line(line)
+        if (slowdowns := self._not_excluded()) is not None:
+            terminal.write_line(slowdowns)
         for outcome, style in ((WORSE, "red"), (BETTER, "green")):
             lines = [
                 printable(f"  {test_id}: {change.text}")
@@ -70,3 +92,21 @@ class Comparison:
                 terminal.write_line(line)
             if len(lines) > len(shown):
                 terminal.write_line(f"  and {len(lines) - len(shown)} more")
+
+    def _not_excluded(self) -> str | None:
+        """A line on the slowdowns that were not excluded; None where no time was compared."""
+        found = [bound for row in self._rows.values() if (bound := not_excluded(changes_in(row["time"]))) is not None]
+        open_ = [bound for bound in found if bound > self._largest]
+        if not found:
+            return None
+        excluded = f"slowdowns over {share(self._largest)} are excluded in {number_of_rows(len(found) - len(open_))}"
+        return f"{excluded}; up to {share(max(open_))} are not in {len(open_)}" if open_ else excluded
+
+
+def _told(change: Change, more: Callable[[Change], str]) -> Change:
+    return replace(change, text=change.text + more(change)) if change.verdict == FAIL else change
+
+
+def _all_changes(row: RowComparison) -> Iterator[Change]:
+    for kind in row.values():
+        yield from changes_in(kind)

@@ -137,6 +137,17 @@ class Spread(TypedDict):
     stddev: Annotated[Seconds, "Standard deviation."]
 
 
+class Pairs(TypedDict):
+    ratio: Annotated[Ratio, "Median ratio of the pairs, of all processes."]
+    interval: Annotated[Interval | None, "Its interval; null after too few pairs."]
+    confidence: Annotated[float, Unit("1"), "Confidence of that interval."]
+    mean: Annotated[Ratio, "Quotient of the mean steps."]
+    mean_error: Annotated[Ratio | None, "Two standard errors of it; null for a single pair."]
+    processes: Annotated[list[Ratio], "Median ratio in each process."]
+    needed: Annotated[Count, "Processes that a slowdown must be shown in; 1 where no fresh ones can be started."]
+    count: Annotated[Count, "Number of pairs."]
+
+
 class Time(TypedDict, total=False):
     # As in "stats", of all rows of a case at one speed of the machine (`shardmark.rows.case_times`).
     parts: Annotated[dict[str, Difference], "Each part's mean share of the step, times the median step."]
@@ -151,6 +162,10 @@ class Time(TypedDict, total=False):
     interval: Annotated[Interval | None, "95% interval of the ratio; null after too few rounds."]
     judged_interval: Annotated[Interval | None, "Interval of the ratio that verdicts are taken from."]
     judged_confidence: Annotated[float, Unit("1"), "Confidence of that interval."]
+    pairs: Annotated[
+        dict[str, Pairs], 'What --against compares: the step paired with its "peer" and with the calibration "load".'
+    ]
+    stalls: Annotated[str, "Rare long steps that the peer has not: 1 step in 20 takes 3.0x."]
     budget: Annotated[Ratio | None, "The most that the ratio may be."]
     goal: Annotated[Ratio | None, "What the ratio should reach."]
     outcome: Annotated[Outcome | None, "Outcome of the goal."]
@@ -242,6 +257,7 @@ class Ref(TypedDict):
     commit: Annotated[str, "Its commit."]
     ratio: NotRequired[Annotated[Ratio | None, "This version's step time over that version's."]]
     interval: NotRequired[Annotated[Interval | None, "Interval of that ratio; null after too few rounds."]]
+    pairs: NotRequired[Annotated[Pairs, "All that the pairs of both versions show."]]
 
 
 class Row(TypedDict):

@@ -1,0 +1,208 @@
+"""How much longer a step takes than another, or than before: by the median, by the mean, and between processes.
+
+A **slowdown** fails if the median or the mean is shown to be larger in at least three fresh processes. It passes if all
+three bounds lie below the largest slowdown that a user wants to exclude:
+
+- the interval of the median, by bets on the pairs (`shardmark.verdict.betting`);
+- the ratio of the mean steps and two standard errors: a step in twenty that takes three times as long moves no median;
+- the spread between processes, by Student's t: a process keeps its layout of memory, so its pairs share one shift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import numpy as np
+
+from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, Interval, interval, paired_ratios
+from shardmark.verdict.budget import SMALLEST_EFFECT
+
+LARGEST = 0.05
+"""Default of --largest-slowdown, which a pass excludes."""
+FEWEST_PAIRS = 100
+"""Fewest pairs of a pass: a stall in twenty steps is among fewer by luck alone once in 170 times."""
+FEWEST_PROCESSES = 3
+"""Fewest fresh processes that show a slowdown before it fails."""
+
+_T_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_T_99 = (63.66, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169)
+"""Student's t, two-sided, for 1 to 10 degrees of freedom; the last one holds for more."""
+
+LOAD_EFFECT = 0.05
+"""Smallest effect of a ratio to the calibration load: between two runs it moves by a few percent, as products and
+copies meet other clock rates and neighbours than a step does."""
+EFFECTS = {"peer": SMALLEST_EFFECT, "load": LOAD_EFFECT}
+
+_STALL = 1.5
+"""A step that takes this many times the median is a stall."""
+_FEWEST_STALLS = 3
+
+Pairs = tuple[Sequence[float], Sequence[float]]
+"""Seconds of the steps of one process, and of the steps that they were paired with."""
+
+
+@dataclass(frozen=True)
+class Paired:
+    """One step's time over another's, by the pairs of one or more processes."""
+
+    ratio: Interval
+    """The median ratio; its ends are 0 and infinity after too few pairs."""
+    mean: float
+    """The quotient of the mean steps."""
+    mean_error: float
+    """Two standard errors of `mean`."""
+    processes: tuple[float, ...]
+    """The median ratio in each process."""
+    pairs: int
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval's width, as a share; infinity while an end is unknown."""
+        return math.sqrt(self.ratio.high / self.ratio.low) - 1 if self.ratio.ends else math.inf
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """A step's time now over its time before. `low` and `high` bound the shift between processes by 99% and 95%
+    intervals; without three processes they are 0 and infinity."""
+
+    ratio: Interval
+    mean: float
+    mean_error: float
+    low: float
+    high: float
+    least: float
+    """The smallest ratio of a process."""
+    processes: int
+    pairs: int
+
+    @property
+    def not_excluded(self) -> float:
+        """The largest slowdown that is not excluded, as a share; infinity where nothing is."""
+        if self.pairs < FEWEST_PAIRS:
+            return math.inf
+        return max(0.0, max(self.ratio.high, self.mean + self.mean_error, self.high) - 1)
+
+    def within(self, largest: float) -> bool:
+        """Whether the pairs leave no larger slowdown possible, whatever the processes."""
+        return self.pairs >= FEWEST_PAIRS and max(self.ratio.high, self.mean + self.mean_error) <= 1 + largest
+
+    def shown(self, effect: float = SMALLEST_EFFECT) -> bool:
+        """Whether the pairs show a median or a mean beyond that effect, whatever the processes: the mean by four
+        standard errors."""
+        return self.ratio.low > 1 + effect or self.mean - 2 * self.mean_error > 1 + effect
+
+    def verdict(self, largest: float = LARGEST, effect: float = SMALLEST_EFFECT, fewest: int = FEWEST_PROCESSES) -> str:
+        """FAIL for a slowdown beyond `effect`, shown in `fewest` processes or more; PASS if none of over `largest` is
+        left possible; else UNDECIDED."""
+        by_process = self.processes >= fewest and (fewest == 1 or (self.low > 1 and self.least > 1 + effect / 2))
+        if self.shown(effect) and by_process:
+            return FAIL
+        return PASS if self.not_excluded <= largest and not self.shown(effect) else UNDECIDED
+
+    @property
+    def faster(self) -> bool:
+        """Whether the step is shown to be faster than before."""
+        beyond = self.ratio.high * (1 + SMALLEST_EFFECT) < 1 and self.mean + self.mean_error < 1
+        return beyond and (math.isinf(self.high) or self.high < 1)
+
+    def __str__(self) -> str:
+        spread = "" if math.isinf(self.high) else f", {self.processes} processes"
+        return f"{self.ratio}, mean {self.mean:.3f} ± {self.mean_error:.3f}{spread}"
+
+
+def paired(processes: Sequence[Pairs], confidence: float) -> Paired:
+    """Sum up the pairs of each process. Raises ValueError without a pair."""
+    seconds, peer_seconds = (np.concatenate([np.asarray(pairs[i]) for pairs in processes]) for i in (0, 1))
+    mean = float(seconds.sum() / peer_seconds.sum())
+    residuals = (seconds - mean * peer_seconds) / peer_seconds.mean()
+    error = 2 * float(residuals.std(ddof=1)) / math.sqrt(len(seconds)) if len(seconds) > 1 else math.inf
+    ratios = [paired_ratios(*pairs) for pairs in processes]
+    together = interval([ratio for each in ratios for ratio in each], confidence)
+    return Paired(together, mean, error, tuple(median(each) for each in ratios), len(seconds))
+
+
+def slowdown(now: Paired, before: Paired | None = None) -> Slowdown:
+    """The slowdown since `before`; without it `now` compares two versions by itself."""
+    of = np.log(now.processes)
+    if before is None:
+        ratio, mean, error = now.ratio, now.mean, now.mean_error
+        groups, share, center = [of], 1 / len(of), float(of.mean())
+    else:
+        confidence = min(now.ratio.confidence, before.ratio.confidence)
+        low, high = now.ratio.low / before.ratio.high, now.ratio.high / (before.ratio.low or math.ulp(0))
+        ratio = Interval(now.ratio.center / before.ratio.center, low, high, confidence)
+        mean = now.mean / before.mean
+        error = mean * math.hypot(now.mean_error / now.mean, before.mean_error / before.mean)
+        then = np.log(before.processes)
+        groups, share, center = [of, then], 1 / len(of) + 1 / len(then), float(of.mean() - then.mean())
+        of = of - then.mean()
+    freedom = sum(len(group) - 1 for group in groups)
+    bounds = 0.0, math.inf
+    if freedom > 1:
+        variance = sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / freedom
+        error_of_center = math.sqrt(variance * share)
+        place = min(freedom, len(_T_95)) - 1
+        bounds = math.exp(center - _T_99[place] * error_of_center), math.exp(center + _T_95[place] * error_of_center)
+    return Slowdown(ratio, mean, error, *bounds, math.exp(of.min()), len(now.processes), now.pairs)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The comparisons that a case's rounds are to decide: with earlier pairs, by the name of what a step was paired
+    with ("peer" or "load"); or, for a baseline, how narrow the intervals are to be."""
+
+    before: tuple[tuple[str, Paired], ...] = ()
+    largest: float = LARGEST
+    widest: float | None = None
+    """The largest half-width of a baseline's intervals, as a share."""
+
+    def settled(self, seconds: Sequence[float], others: Mapping[str, Sequence[float]], confidence: float) -> bool:
+        """Whether the rounds of one process so far need no more."""
+        now = {name: paired([(seconds, each)], confidence) for name, each in others.items()}
+        if self.widest is not None:
+            return all(each.pairs >= FEWEST_PAIRS and each.half_width <= self.widest for each in now.values())
+        return all(
+            each.shown(EFFECTS[name]) or each.within(allowed(name, self.largest)) or not decides
+            for each, name, decides in self._found(now)
+        )
+
+    def decided(self, now: Mapping[str, Paired]) -> bool:
+        """Whether the processes so far decide each comparison, or make a baseline."""
+        if self.widest is not None:
+            enough = all(len(each.processes) >= FEWEST_PROCESSES for each in now.values())
+            return enough and all(each.half_width <= self.widest for each in now.values())
+        return all(
+            judged(each, name, self.largest) != UNDECIDED or not (decides or each.shown(EFFECTS[name]))
+            for each, name, decides in self._found(now)
+        )
+
+    def _found(self, now: Mapping[str, Paired]) -> Iterator[tuple[Slowdown, str, bool]]:
+        """Each slowdown, its name, and whether it must be decided: beside a peer, the load can only fail."""
+        has_peer = any(name == "peer" and name in now for name, _ in self.before)
+        for name, before in self.before:
+            if name in now:
+                yield slowdown(now[name], before), name, name == "peer" or not has_peer
+
+
+def allowed(name: str, largest: float) -> float:
+    """The slowdown that a pass excludes, of a ratio to the "peer" or to the "load"."""
+    return largest + EFFECTS[name] - SMALLEST_EFFECT
+
+
+def judged(found: Slowdown, name: str, largest: float, fewest: int = FEWEST_PROCESSES) -> str:
+    """The verdict on a ratio to the "peer" or to the "load"."""
+    return found.verdict(allowed(name, largest), EFFECTS[name], fewest)
+
+
+def stalls(seconds: Sequence[float], peer_seconds: Sequence[float]) -> str:
+    """The stalls in words, as "1 step in 20 takes 3.0x"; empty where the other steps stall as often."""
+    usual = median(seconds)
+    long = [each / usual for each in seconds if each > _STALL * usual]
+    others = sum(each > _STALL * median(peer_seconds) for each in peer_seconds) / len(peer_seconds)
+    if len(long) < _FEWEST_STALLS or len(long) / len(seconds) < 2 * others:
+        return ""
+    return f"1 step in {len(seconds) / len(long):.0f} takes {fmean(long):.1f}x"
