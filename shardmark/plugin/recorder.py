@@ -20,6 +20,7 @@ from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
 from shardmark.report.outcomes import LEFT_OPEN
 from shardmark.rows.atomic_json import dumped
 from shardmark.rows.case_times import CaseKey
+from shardmark.rows.figures import main_figures
 from shardmark.rows.fill import (
     counters_entry,
     limit_entry,
@@ -29,7 +30,7 @@ from shardmark.rows.fill import (
     time_entry,
 )
 from shardmark.rows.observers import Observer
-from shardmark.rows.row import Limit, Row, main_figures
+from shardmark.rows.row import Limit, Row
 from shardmark.rows.row import Work as WorkPart
 from shardmark.verdict import budget
 from shardmark.verdict.betting import FAIL, UNDECIDED

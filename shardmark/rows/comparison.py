@@ -39,6 +39,10 @@ def compare(
     }
 
 
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
 class Comparison:
     """The comparisons of a run's rows, and the last lines that report them."""
 
@@ -58,7 +62,7 @@ class Comparison:
             terminal.write_line(line)
         for outcome, style in ((WORSE, "red"), (BETTER, "green")):
             lines = [
-                printable(f"  {test_id}: {change.text}")
+                "\n".join(printable(line) for line in (f"  {test_id}: {change.text}", *_indented(change.grown)))
                 for test_id, row in self._rows.items()
                 for kind in row.values()
                 for change in changes_in(kind)
