@@ -160,7 +160,7 @@ class _Tally:
         if what == _EventType.TorchOp and event.name.startswith(_COMPILED):
             self.compiled = True
         name = event.name if what == _EventType.TorchOp and fields.scope == RecordScope.FUNCTION else ""
-        if not within and _computes(name):
+        if not within and computes(name):
             self.names[name] += 1
             within = True
         reads, products = self.reads, self.products
@@ -205,7 +205,7 @@ def _overloads(name: str) -> list[Any]:
 
 
 @cache
-def _computes(name: str) -> bool:
+def computes(name: str) -> bool:
     namespace, _, base = name.partition("::")
     if namespace in _COMMUNICATION or base.startswith(_MAKES_NOTHING):
         return False
@@ -230,7 +230,7 @@ def _reads(name: str) -> bool:
 
 @cache
 def _is_product(name: str) -> bool:
-    return category(name) in (MATRIX_PRODUCT, ATTENTION) and _computes(name)
+    return category(name) in (MATRIX_PRODUCT, ATTENTION) and computes(name)
 
 
 @cache

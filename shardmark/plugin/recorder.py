@@ -14,12 +14,15 @@ import pytest
 from shardmark.api import registry
 from shardmark.api.registry import Race
 from shardmark.api.work import Work
+from shardmark.meter.callers import Callers
 from shardmark.meter.disturbances import WAITED, in_words
 from shardmark.meter.over_budget import Held, excess_lines
 from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
+from shardmark.plugin.grown import lines_of
 from shardmark.report.outcomes import LEFT_OPEN
 from shardmark.rows.atomic_json import dumped
 from shardmark.rows.case_times import CaseKey
+from shardmark.rows.change import Line
 from shardmark.rows.figures import main_figures
 from shardmark.rows.fill import (
     counters_entry,
@@ -71,13 +74,15 @@ class Recorder:
         rates: Rates = lambda seconds: {},
         observe: Sequence[Observer] = (),
         at_peak: Callable[[], list[Held]] = lambda: [],
+        callers: Callable[[], Callers] = lambda: {},
         beside_ref: Callable[[Row], list[tuple[str, str]]] = lambda row: [],
         step: str | None = None,
     ) -> Row:
         """Judge and save what each rank measured, and return the row.
 
         `time` is the race that the ranks' laps hold, or that an earlier row timed; `at_peak` finds what was live at the
-        peak, and is called once the row of a failed memory budget is saved; `beside_ref` judges the row beside that of
+        peak, and is called once the row of a failed memory budget is saved, and `callers` the lines that operators come
+        from, where there are more than before; `beside_ref` judges the row beside that of
         `--against-ref`. Rows of one `step`, the workload's name, have their times in common whatever their question
         (`shardmark.rows.case_times`).
         """
@@ -122,7 +127,7 @@ class Recorder:
             row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
             self._save(row, stats)
             raise
-        self._conclude(row, stats, verdicts, observe, memory, at_peak)
+        self._conclude(row, stats, verdicts, observe, memory, at_peak, callers)
         return row
 
     def _conclude(
@@ -133,6 +138,7 @@ class Recorder:
         observe: Sequence[Observer],
         memory: MemoryBudget | None,
         at_peak: Callable[[], list[Held]],
+        callers: Callable[[], Callers] = lambda: {},
     ) -> None:
         """Save the row with its verdict; a budget that is not met fails the test."""
         __tracebackhide__ = True
@@ -154,6 +160,8 @@ class Recorder:
                 with suppress(Exception):  # the verdict and the formula's entries are shown without it
                     found = at_peak()
                 lines = list(excess_lines(memory.formula, found))
+            worse = [text.change for verdict, text in verdicts if verdict == FAIL and isinstance(text, Line)]
+            lines += lines_of(worse, (lambda: []) if lines else at_peak, callers)
             pytest.fail("\n".join([complaints[FAIL], "", *lines]).rstrip(), pytrace=False)
         if complaints[UNDECIDED]:
             machine = in_words(row["time"]["machine"])

@@ -43,6 +43,18 @@ class Change:
         return BETTER if self.better else {FAIL: WORSE}.get(self.verdict, self.verdict)
 
 
+class Line(str):
+    """The text of a change, which knows its change: a test that fails says below it what grew."""
+
+    change: Change
+
+    @classmethod
+    def of(cls, change: Change) -> Line:
+        line = cls(change.text)
+        line.change = change
+        return line
+
+
 ChangesOrReason = list[Change] | str
 """Changes of a row's time, memory or counters; or why these were not compared."""
 

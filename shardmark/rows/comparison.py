@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 from shardmark.rows.baseline import BaselineRow
-from shardmark.rows.change import BETTER, KINDS, WORSE, RowComparison, changes_in, count_compared
+from shardmark.rows.change import BETTER, KINDS, WORSE, Line, RowComparison, changes_in, count_compared
 from shardmark.rows.change_in_counters import changes_in_counters
 from shardmark.rows.change_in_memory import changes_in_memory
 from shardmark.rows.change_in_time import changes_in_time
@@ -52,7 +52,7 @@ class Comparison:
     def add(self, test_id: str, row: RowComparison) -> list[tuple[str, str]]:
         """Add a row's comparison; returns the verdict and the text of each of its changes."""
         self._rows[test_id] = row
-        return [(change.verdict, change.text) for kind in row.values() for change in changes_in(kind)]
+        return [(change.verdict, Line.of(change)) for kind in row.values() for change in changes_in(kind)]
 
     def write(self, terminal: pytest.TerminalReporter, others: Iterable[str] = ()) -> None:
         """Print how many rows were compared and why some were not, then `others`, what is worse and what is better."""
