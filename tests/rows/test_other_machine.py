@@ -1,4 +1,4 @@
-"""`--against` a file of another machine: times are refused, and what else is not compared is named in the last lines."""
+"""`--against` a file of another machine: times are refused; the last lines name all that is not compared."""
 
 import json
 from collections.abc import Callable
