@@ -15,7 +15,7 @@ OF_LIBRARIES = ("operators", "kernels", "saved_bytes", "synchronizations", "byte
 """Counters that depend on PyTorch's choices or on Python's version: compared only with the same PyTorch and Python on
 the same processor and GPUs."""
 NOISY = ("library_bytecodes", "instructions")
-"""Counters that are shown and not compared. In 83 small rows, run twice in fresh processes, no step differed in the
+"""Counters that are shown and not compared. In 80 small rows, run twice in fresh processes, no step differed in the
 bytecodes of the user's functions, and four in those of libraries, by up to 2.6%: DTensor's caches compare keys anew."""
 PARTS = {"operators": "operators_by_name", "bytecodes": "bytecodes_by_function"}
 """Counters that are sums of others, which say what grew."""
