@@ -214,7 +214,7 @@ def _in_order(
                 within = replace(within, backend=event)
         elif what in (_EventType.PyCall, _EventType.PyCCall):
             module = module_names.get(fields.module.self_ptr, module) if getattr(fields, "module", None) else module
-            within = replace(within, line=_line(fields) or within.line, module=module)
+            within = replace(within, line=line_of_call(fields) or within.line, module=module)
         if children := event.children:
             stack.extend([(child, module, within) for child in children])
     events.sort(key=lambda pair: (pair[0].start_time_ns, pair[0].id))
@@ -224,26 +224,26 @@ def _in_order(
 def user_line(frame: FrameType | None) -> str:
     """The innermost frame outside of PyTorch, Python and this plugin, as "file.py:7"."""
     while frame is not None:
-        if not _is_foreign(frame.f_code.co_filename):
-            return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if not is_foreign(frame.f_code.co_filename):
+            return f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
-def _line(call: Any) -> str:
+def line_of_call(call: Any) -> str:
     """The user's line at which the function of a Python call begins, or from which it is called; "" without one."""
     for frame in filter(None, (getattr(call, "callsite", None), call.caller)):
         try:
             file = frame.file_name
         except UnicodeDecodeError:  # the profiler reads the names of functions that are gone
             continue
-        if not _is_foreign(file):
-            return f"{_shown(file)}:{frame.line_number}"
+        if not is_foreign(file):
+            return f"{shown(file)}:{frame.line_number}"
     return ""
 
 
 @cache
-def _is_foreign(file: str) -> bool:
+def is_foreign(file: str) -> bool:
     """Whether the file belongs to PyTorch, Python or this plugin. The profiler's paths are relative to `sys.path`."""
     if file.startswith(("<", "torch/", "shardmark/")):
         return True
@@ -256,7 +256,7 @@ def _is_foreign(file: str) -> bool:
 
 
 @cache
-def _shown(file: str) -> str:
+def shown(file: str) -> str:
     """The path; relative to the folder in which pytest runs, if it is below."""
     path = Path(file)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,6 +1,6 @@
 """Counts of one steady-state step: without noise, so equal in every run on one kind of device and one version of torch.
 
-    counted = count(workload, "cpu")    # one step under the profiler, and one forward whose saved tensors are weighed
+    counted = count(workload, "cpu")    # one step under the profiler, and one more for each that it cannot see
     counted.operators, counted.saved_bytes
 
 Unlike a mode of the dispatcher, the profiler does not change what runs: compiled code stays compiled, and FSDP's and
@@ -9,6 +9,7 @@ DDP's hooks and checkpointing run as ever. A figure that the profiler cannot see
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,7 +22,9 @@ from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile, record_function
 
 from shardmark.api.workload import Workload
+from shardmark.meter.bytecodes import LIBRARIES, bytecodes, is_followed
 from shardmark.meter.communication import Communication, listening
+from shardmark.meter.instructions import instructions, why_not_countable
 from shardmark.meter.kernels import ATTENTION, MATRIX_PRODUCT, category
 from shardmark.meter.saved_tensors import saved_bytes
 
@@ -61,6 +64,18 @@ class Counters:
     synchronizations: int | None
     """Waits of the host for the device. On CUDA these are calls of `cudaStreamSynchronize` and the like. On CPU they
     are operators that would make it wait, as they read a value (`item`) or find a shape (`nonzero`)."""
+    bytecodes: int | None = None
+    """Bytecode instructions of the user's Python functions (`shardmark.meter.bytecodes`). None with compiled code,
+    beside a debugger or coverage, for more than `bytecodes.MOST`, and where two steps in a row differ."""
+    library_bytecodes: int | None = None
+    """Bytecode instructions of Python's own and the libraries' functions, with noise of up to some percent."""
+    bytecodes_by_function: dict[str, int] | None = None
+    """`bytecodes` by function."""
+    instructions: int | None = None
+    """Machine instructions in user space, of all threads, with a little noise (`shardmark.meter.instructions`); None
+    where the machine does not let them be counted."""
+    operators_by_name: dict[str, int] | None = None
+    """`operators` by name."""
 
 
 def count(workload: Workload, device: str, largest: Callable[[float], float] = lambda own: own) -> Counters | None:
@@ -74,10 +89,26 @@ def count(workload: Workload, device: str, largest: Callable[[float], float] = l
         counted, compiled = _profiled(workload, device)
     if largest(counted is None) or counted is None:
         return None
-    if not largest(compiled):  # compiled code would compile again under hooks; and all ranks step, or none
+    more: dict[str, Any] = {}  # all ranks step, or none
+    if not largest(bool(why_not_countable())):
         with suppress(Exception):
-            return replace(counted, saved_bytes=saved_bytes(workload))
-    return counted
+            more["instructions"] = instructions(workload)
+    if not largest(compiled):  # compiled code would compile again under hooks
+        if not largest(is_followed()):
+            with suppress(Exception):
+                more |= _bytecodes(workload)
+        with suppress(Exception):
+            more["saved_bytes"] = saved_bytes(workload)
+    return replace(counted, **more)
+
+
+def _bytecodes(workload: Workload) -> dict[str, Any]:
+    by_function = bytecodes(workload)
+    if by_function is None:
+        return {}
+    of_libraries = by_function.pop(LIBRARIES, 0)
+    own = sum(by_function.values())
+    return {"bytecodes": own, "library_bytecodes": of_libraries, "bytecodes_by_function": by_function}
 
 
 def _profiled(workload: Workload, device: str) -> tuple[Counters, bool]:
@@ -101,11 +132,12 @@ def _profiled(workload: Workload, device: str) -> tuple[Counters, bool]:
     counted = Counters(
         collectives=[(*each, len(list(run))) for each, run in groupby(described)],
         bytes_sent=sum(each.sent for each in started),
-        operators=None if tally.compiled else tally.operators,
+        operators=None if tally.compiled else tally.names.total(),
         kernels=kernels,
         flops=None if tally.compiled or launches else tally.flops,
         saved_bytes=None,
         synchronizations=synchronizations,
+        operators_by_name=None if tally.compiled else dict(sorted(tally.names.items())),
     )
     return counted, tally.compiled
 
@@ -114,7 +146,8 @@ class _Tally:
     """Sums over the profiler's events."""
 
     def __init__(self) -> None:
-        self.operators = 0
+        self.names: Counter[str] = Counter()
+        """Operators that count, by name."""
         self.flops: int | None = 0
         self.products = 0
         self.reads = 0
@@ -127,8 +160,8 @@ class _Tally:
         if what == _EventType.TorchOp and event.name.startswith(_COMPILED):
             self.compiled = True
         name = event.name if what == _EventType.TorchOp and fields.scope == RecordScope.FUNCTION else ""
-        if not within and _computes(name):
-            self.operators += 1
+        if not within and computes(name):
+            self.names[name] += 1
             within = True
         reads, products = self.reads, self.products
         if not has_flops and name in _formulas() and not _contains(event, name):  # a DTensor's calls that of its shard
@@ -172,7 +205,7 @@ def _overloads(name: str) -> list[Any]:
 
 
 @cache
-def _computes(name: str) -> bool:
+def computes(name: str) -> bool:
     namespace, _, base = name.partition("::")
     if namespace in _COMMUNICATION or base.startswith(_MAKES_NOTHING):
         return False
@@ -197,7 +230,7 @@ def _reads(name: str) -> bool:
 
 @cache
 def _is_product(name: str) -> bool:
-    return category(name) in (MATRIX_PRODUCT, ATTENTION) and _computes(name)
+    return category(name) in (MATRIX_PRODUCT, ATTENTION) and computes(name)
 
 
 @cache

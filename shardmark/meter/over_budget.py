@@ -79,9 +79,13 @@ def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
     name = "what the formula has at the peak"
     shown = [*list(entries.items())[:SHOWN], *_rest(list(entries.values())[SHOWN:])]
     yield from layout([{name: entry, "MiB": mib(nbytes)} for entry, nbytes in shown], left=(name,))
-    if not found:
-        return
-    yield ""
+    if found:
+        yield ""
+        yield from found_lines(found)
+
+
+def found_lines(found: Sequence[Held]) -> Iterator[str]:
+    """A table of the blocks at the peak, in MiB."""
     rows: list[dict[str, Any]] = [
         {
             "what was found there": each.operator or "by no operator",

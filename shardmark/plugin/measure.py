@@ -14,6 +14,7 @@ from shardmark.api import registry
 from shardmark.api.registry import Implementation, Race
 from shardmark.api.work import Work
 from shardmark.api.workload import Workload
+from shardmark.meter.callers import Callers, callers
 from shardmark.meter.measure_case import NEAR, blocks_at_peak, measure
 from shardmark.meter.memory import Memory
 from shardmark.meter.over_budget import Held
@@ -122,6 +123,10 @@ class Measure(Admission):
             held = session.worlds.get(world_size).run(blocks_at_peak, plan, deadline=self.deadline)
             return max(held, key=lambda rank: sum(each.nbytes for each in rank))
 
+        def most_callers() -> Callers:
+            found = session.worlds.get(world_size).run(callers, plan, deadline=self.deadline)
+            return max(found, key=lambda rank: sum(sum(lines.values()) for lines in rank.values()))
+
         def beside_ref(row: Row) -> list[tuple[str, str]]:
             if session.against_ref is None or self._benchmark.disabled:
                 return []
@@ -139,6 +144,7 @@ class Measure(Admission):
             observe=observe,
             again=again,
             at_peak=at_peak,
+            callers=most_callers,
             beside_ref=beside_ref,
             step=step,
         )

@@ -14,13 +14,17 @@ import pytest
 from shardmark.api import registry
 from shardmark.api.registry import Race
 from shardmark.api.work import Work
+from shardmark.meter.callers import Callers
 from shardmark.meter.disturbances import WAITED, in_words
 from shardmark.meter.over_budget import Held, excess_lines
 from shardmark.meter.plan import IMPLEMENTATION, LOAD, PEER, Identity, Measured
+from shardmark.plugin.grown import lines_of
 from shardmark.ranks.world import Worlds
 from shardmark.report.outcomes import LEFT_OPEN
 from shardmark.rows.atomic_json import dumped
 from shardmark.rows.case_times import CaseKey
+from shardmark.rows.change import Line
+from shardmark.rows.figures import main_figures
 from shardmark.rows.fill import (
     counters_entry,
     limit_entry,
@@ -31,7 +35,7 @@ from shardmark.rows.fill import (
 )
 from shardmark.rows.observers import Observer
 from shardmark.rows.pairs import paired_with, pairs_entry, sums
-from shardmark.rows.row import Limit, Row, main_figures
+from shardmark.rows.row import Limit, Row
 from shardmark.rows.row import Work as WorkPart
 from shardmark.verdict import budget
 from shardmark.verdict.betting import FAIL, UNDECIDED
@@ -74,6 +78,7 @@ class Recorder:
         observe: Sequence[Observer] = (),
         again: Sequence[Sequence[Measured]] = (),
         at_peak: Callable[[], list[Held]] = lambda: [],
+        callers: Callable[[], Callers] = lambda: {},
         beside_ref: Callable[[Row], list[tuple[str, str]]] = lambda row: [],
         step: str | None = None,
     ) -> Row:
@@ -81,8 +86,9 @@ class Recorder:
 
         `time` is the race that the ranks' laps hold, or that an earlier row timed; `again` are further processes that
         timed it; `at_peak` finds what was live at the peak, and is called once the row of a failed memory budget is
-        saved; `beside_ref` judges the row beside that of `--against-ref`. Rows of one `step`, the workload's name, have
-        their times in common whatever their question (`shardmark.rows.case_times`).
+        saved, and `callers` the lines that operators come from, where there are more than before; `beside_ref` judges
+        the row beside that of `--against-ref`. Rows of one `step`, the workload's name, have their times in common
+        whatever their question (`shardmark.rows.case_times`).
         """
         __tracebackhide__ = True
         session = self._session
@@ -133,7 +139,7 @@ class Recorder:
             row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
             self._save(row, stats)
             raise
-        self._conclude(row, stats, verdicts, observe, memory, at_peak)
+        self._conclude(row, stats, verdicts, observe, memory, at_peak, callers)
         return row
 
     def _conclude(
@@ -144,6 +150,7 @@ class Recorder:
         observe: Sequence[Observer],
         memory: MemoryBudget | None,
         at_peak: Callable[[], list[Held]],
+        callers: Callable[[], Callers] = lambda: {},
     ) -> None:
         """Save the row with its verdict; a budget that is not met fails the test."""
         __tracebackhide__ = True
@@ -165,6 +172,8 @@ class Recorder:
                 with suppress(Exception):  # the verdict and the formula's entries are shown without it
                     found = at_peak()
                 lines = list(excess_lines(memory.formula, found))
+            worse = [text.change for verdict, text in verdicts if verdict == FAIL and isinstance(text, Line)]
+            lines += lines_of(worse, (lambda: []) if lines else at_peak, callers)
             pytest.fail("\n".join([complaints[FAIL], "", *lines]).rstrip(), pytrace=False)
         if complaints[UNDECIDED] and session.undecided_fails:
             pytest.fail(f"undecided: {complaints[UNDECIDED]}", pytrace=False)

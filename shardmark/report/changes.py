@@ -64,10 +64,11 @@ def changes(baseline: Entry, new: Entry, name: str) -> Changes:
         f"{kind.capitalize()}: {count_compared([each[kind] for each in found.values()])}." for kind in KINDS
     ]
     if machines[0] != machines[1]:
-        result.counts.insert(0, f"Times are not compared: {name} is of {machines[0]}, this run of {machines[1]}.")
-    before, now = ({entry["fullname"]: entry for entry in entries_of(run)} for run in (baseline, new))
-    result.counts.append(_named("new", [test for test in now if test not in before]))
-    result.counts.append(_named("gone", [test for test in before if test not in now]))
+        before, here = machines[0].beside(machines[1]), machines[1].beside(machines[0])
+        result.counts.insert(0, f"Times are not compared: {name} is of {before}, this run of {here}.")
+    then, now = ({entry["fullname"]: entry for entry in entries_of(run)} for run in (baseline, new))
+    result.counts.append(_named("new", [test for test in now if test not in then]))
+    result.counts.append(_named("gone", [test for test in then if test not in now]))
     return result
 
 

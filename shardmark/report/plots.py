@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shardmark.rows.columns import Entry
-from shardmark.rows.row import figure
+from shardmark.rows.figures import figure
 
 
 @dataclass(frozen=True)

@@ -17,30 +17,78 @@ Collectives = list[list[Any]]
 """[operation, dtype, bytes of one, times in a row] of each collective."""
 
 
+IN_WORDS = {
+    "gpus": ("{}", "no GPU"),
+    "generation": ("{}", "a processor of unknown model"),
+    "processor": ("{}", "a processor without a name"),
+    "instruction_sets": ("with {}", "without these instruction sets"),
+    "cores": ("{} cores", ""),
+    "threads": ("{} threads", ""),
+    "scheduling": ("{}", "Linux's default scheduling"),
+    "torch": ("torch {}", ""),
+    "python": ("Python {}", "an unknown Python"),
+}
+"""Parts of a machine in words, and what is said where a part is empty."""
+
+INSTRUCTION_SETS = ("amx", "asimd", "avx", "bf16", "f16c", "fma", "i8mm", "neon", "sme", "sse", "sve", "vnni")
+"""Beginnings of the processor's flags by which libraries choose kernels. Other flags change with Linux's version."""
+
+
 @dataclass(frozen=True)
 class Machine:
-    """Everything beside the code that a ratio to a peer depends on, by its name in `machine_info`."""
+    """Everything beside the code that a ratio to a peer depends on, read from a file's `machine_info`.
+
+    A part that the file does not have is empty: it equals only a part that the other file does not have either.
+    """
 
     device: str
     gpus: str
     processor: str
+    generation: str
+    """Family, model and stepping, or on Arm the numbers of the part: one brand has several generations."""
+    instruction_sets: str
     cores: int
     threads: int
     scheduling: str
     torch: str
+    python: str
+    """Python's minor version, on which bytecodes depend."""
 
     @classmethod
     def of(cls, info: Entry) -> Machine:
         """Read a file's `machine_info`; raises KeyError where a name is missing."""
-        processor = str(info["cpu"].get("brand_raw"))
-        gpus = ", ".join(map(str, info["gpus"]))
-        scheduling = str(info.get("scheduling", ""))
-        return cls(str(info["device"]), gpus, processor, info["cores"], info["threads"], scheduling, str(info["torch"]))
+        cpu = info["cpu"]
+        numbers = [f"{name} {cpu[name]}" for name in ("family", "model", "stepping") if cpu.get(name) is not None]
+        part = [f"part {info['cpu_part']}"] if info.get("cpu_part") else []
+        return cls(
+            device=str(info["device"]),
+            gpus=", ".join(map(str, info["gpus"])),
+            processor=str(cpu.get("brand_raw", "")),
+            generation=" ".join([*numbers, *part]),
+            instruction_sets=" ".join(sorted(f for f in cpu.get("flags", ()) if f.startswith(INSTRUCTION_SETS))),
+            cores=info["cores"],
+            threads=info["threads"],
+            scheduling=str(info.get("scheduling", "")),
+            torch=str(info["torch"]),
+            python=".".join(str(info.get("python_version", "")).split(".")[:2]),
+        )
 
     def __str__(self) -> str:
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown |= {name: f"{shown[name]} {name}" for name in ("cores", "threads")} | {"torch": f"torch {self.torch}"}
-        return ", ".join(filter(None, shown.values()))
+        said = [field.name for field in fields(self) if field.name != "instruction_sets" and getattr(self, field.name)]
+        return ", ".join(map(self._shown, said))
+
+    def beside(self, other: Machine) -> str:
+        """The parts in which the two differ, as this one has them."""
+        names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
+        return ", ".join(self._shown(name, getattr(other, name)) for name in names)
+
+    def _shown(self, name: str, other: Any = "") -> str:
+        """A part in words; of instruction sets those that the other has not."""
+        value = getattr(self, name)
+        if name == "instruction_sets":
+            value = " ".join(sorted({*value.split()} - {*other.split()}))
+        said, unsaid = IN_WORDS.get(name, ("{}", ""))
+        return said.format(value) if value else unsaid
 
 
 @dataclass(frozen=True)
@@ -58,6 +106,8 @@ class BaselineRow:
     memory: dict[str, int]
     """Bytes at the peak, of "tensors" and "workspace"."""
     counters: dict[str, float]
+    parts: dict[str, dict[str, int]]
+    """Counters by name: "operators_by_name" and "bytecodes_by_function", where the row has them."""
     collectives: Collectives | None
 
     @classmethod
@@ -70,11 +120,14 @@ class BaselineRow:
         collectives = counters.pop("collectives", None)
         if collectives is not None:
             collectives = [[str(a), str(dtype), number(n), number(times)] for a, dtype, n, times in collectives]
+        parts = {name: counters.pop(name) for name in list(counters) if isinstance(counters[name], dict)}
+        parts = {name: {key: int(number(n)) for key, n in part.items()} for name, part in parts.items()}
         counters = {name: number(value) for name, value in counters.items()}
-        pairs = {name: pairs for name, (pairs, _) in pairs_of(row["time"]).items()}
-        peer = str(row["time"]["peer"]) if "peer" in pairs else None
-        waited = WAITED in row["time"].get("machine", {})
-        return cls(row["device"], row["world_size"], row["link"], peer, pairs, waited, memory, counters, collectives)
+        device, ranks, link, time = row["device"], row["world_size"], row["link"], row["time"]
+        pairs = {name: pairs for name, (pairs, _) in pairs_of(time).items()}
+        peer = str(time["peer"]) if "peer" in pairs else None
+        waited = WAITED in time.get("machine", {})
+        return cls(device, ranks, link, peer, pairs, waited, memory, counters, parts, collectives)
 
 
 class Baseline:

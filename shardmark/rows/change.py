@@ -11,6 +11,12 @@ from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, Interval
 KINDS = ("time", "memory", "counters")
 WORSE, BETTER = "slower or larger", "faster or smaller"
 
+OTHER_MACHINE = "on another machine"
+"""The reason why a figure that depends on the machine is not compared."""
+
+SMALLEST_PERCENT = 0.0001
+"""Differences below this many percent are shown without their percentage."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -30,11 +36,25 @@ class Change:
     """In time: the largest slowdown, as a share, that the pairs leave possible; None where one is shown."""
     grown: tuple[str, ...] = ()
     """The parts that make the difference, a line each: "3 more: aten::mul, mine.py:12"."""
+    left_out: str = ""
+    """The reason why the figure was not compared; empty where it was."""
 
     @property
     def outcome(self) -> str:
         """WORSE, BETTER, UNDECIDED, or PASS for a figure that is none of these."""
         return BETTER if self.better else {FAIL: WORSE}.get(self.verdict, self.verdict)
+
+
+class Line(str):
+    """The text of a change, which knows its change: a test that fails says below it what grew."""
+
+    change: Change
+
+    @classmethod
+    def of(cls, change: Change) -> Line:
+        line = cls(change.text)
+        line.change = change
+        return line
 
 
 ChangesOrReason = list[Change] | str
@@ -55,6 +75,10 @@ def count_compared(found: Sequence[ChangesOrReason]) -> str:
     undecided = sum(change.verdict == UNDECIDED for each in found for change in changes_in(each))
     text = f"{number_of_rows(len(found) - reasons.total())} compared"
     text += f", {undecided} undecided" if undecided else ""
+    left_out: dict[str, dict[str, None]] = {}
+    for change in (change for each in found for change in changes_in(each) if change.left_out):
+        left_out.setdefault(change.left_out, {})[change.figure] = None
+    text += "".join(f", without {_listed(list(figures))} ({why})" for why, figures in left_out.items())
     return text + "".join(f", {count} {reason}" for reason, count in reasons.most_common())
 
 
@@ -65,6 +89,27 @@ def number_of_rows(count: int) -> str:
 
 def larger_is_worse(what: str, now: float, before: float, baseline_name: str, slack: float = 1.0) -> Change:
     """The change of an exact figure, which may grow by the factor `slack`."""
-    text = f"{now:,} {what}, {before:,} in {baseline_name}"
+    text = f"{now:,} {what}, {before:,} in {baseline_name}{difference(now, before)}"
     verdict = FAIL if now > before * slack else PASS
     return Change(verdict, text, better=now * slack < before, figure=what, before=before, now=now)
+
+
+def not_compared(what: str, why: str) -> Change:
+    """A figure that both rows have and that is not compared."""
+    return Change(PASS, "", figure=what, left_out=why)
+
+
+def difference(now: float, before: float) -> str:
+    """As in " (+4,096, +0.9%)"; empty where there is none."""
+    if now == before:
+        return ""
+    percent = abs(now / before - 1) * 100 if before else 0.0
+    sign = "+" if now > before else "-"
+    share = f"{percent:,.0f}" if percent >= 10 else f"{percent:.2g}"
+    shown = f", {sign}{share}%" if percent >= SMALLEST_PERCENT else ""
+    return f" ({now - before:+,}{shown})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """As in "operators, kernels and saved bytes"."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))

@@ -91,7 +91,7 @@ def _fastest_and_slowest(entry: Entry, row: Row) -> str | None:
 
 
 Rate = Literal["algorithm_bandwidth", "bus_bandwidth", "flops_per_second", "bytes_per_second"]
-Counter = Literal["flops", "operators", "kernels", "synchronizations", "saved_bytes"]
+Counter = Literal["flops", "operators", "kernels", "synchronizations", "saved_bytes", "bytecodes", "instructions"]
 
 
 def _rate(name: Rate, unit: float) -> Cell:
@@ -162,6 +162,8 @@ _ALL = [
     Column("operators", _counter("operators")),
     Column("kernels", _counter("kernels")),
     Column("syncs", _counter("synchronizations"), trivial="0"),
+    Column("bytecodes", _counter("bytecodes")),
+    Column("instructions", _counter("instructions")),
     Column("saved MiB", _counter("saved_bytes", mib)),
     Column("before backward MiB", _before_backward),
     Column("tensors MiB", _tensors),

@@ -17,6 +17,7 @@ from shardmark.rows.change import (
     KINDS,
     WORSE,
     Change,
+    Line,
     RowComparison,
     changes_in,
     count_compared,
@@ -47,6 +48,10 @@ def compare(
     }
 
 
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
 class Comparison:
     """The comparisons of a run's rows, and the last lines that report them."""
 
@@ -68,7 +73,7 @@ class Comparison:
             kind: each if isinstance(each, str) else [_told(change, more) for change in each]
             for kind, each in row.items()
         }
-        return [(change.verdict, change.text) for kind in row.values() for change in changes_in(kind)]
+        return [(change.verdict, Line.of(change)) for kind in row.values() for change in changes_in(kind)]
 
     def write(self, terminal: pytest.TerminalReporter, others: Iterable[str] = ()) -> None:
         """Print how many rows were compared and why some were not, then `others`, what is worse and what is better."""
@@ -80,7 +85,7 @@ class Comparison:
             terminal.write_line(slowdowns)
         for outcome, style in ((WORSE, "red"), (BETTER, "green")):
             lines = [
-                printable(f"  {test_id}: {change.text}")
+                "\n".join(printable(line) for line in (f"  {test_id}: {change.text}", *_indented(change.grown)))
                 for test_id, row in self._rows.items()
                 for kind in row.values()
                 for change in changes_in(kind)

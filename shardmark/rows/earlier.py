@@ -35,9 +35,10 @@ class EarlierRun:
     @cached_property
     def other_machine(self) -> str | None:
         """One line that says why times are not compared; None on the run's own machine."""
-        if self.baseline.machine == (here := Machine.of(self._rows.machine_info)):
+        then, here = self.baseline.machine, Machine.of(self._rows.machine_info)
+        if then == here:
             return None
-        return printable(f"time is not compared: {self.name} is of {self.baseline.machine}; this is {here}")
+        return printable(f"time is not compared: {self.name} is of {then.beside(here)}; this is {here.beside(then)}")
 
     def row(self, test_id: str) -> BaselineRow | None:
         """The test's row in that run, if it has one."""

@@ -21,6 +21,9 @@ from shardmark.verdict.budget import WORTH, MemoryBudget
 NO_RACE: Time = {"peer": None, "ratio": None, "interval": None, "budget": None, "goal": None, "outcome": None}
 """Part of a row's `time` where there is no peer."""
 
+PARTS = {"operators_by_name": "operators", "bytecodes_by_function": "bytecodes"}
+"""Counters that are dicts, with the counter whose number they add up to."""
+
 
 def new_row(identity: Identity, scale: str, link: str | None) -> Row:
     """A row without measurements; `link` is the rate of the link between the ranks."""
@@ -127,14 +130,21 @@ def time_entry(
 
 
 def counters_entry(ranks: Sequence[Measured]) -> Counters:
-    """The first rank's collectives, and the largest rank's other counters; empty if some rank counted nothing."""
+    """The first rank's collectives, and the largest rank's other counters; empty if some rank counted nothing.
+
+    A number's parts are of the rank with the largest number.
+    """
     counted = [asdict(rank.counters) for rank in ranks if rank.counters is not None]
     if len(counted) < len(ranks):
         return {}
     entry: dict[str, Any] = {"collectives": [list(each) for each in counted[0].pop("collectives")]}
     for name in counted[0]:
         values = [each[name] for each in counted]
-        entry[name] = None if None in values else max(values)
+        if name in PARTS:
+            most = max(counted, key=lambda each: each[PARTS[name]] or 0)
+            entry[name] = None if None in values else most[name]
+        else:
+            entry[name] = None if None in values else max(values)
     return cast(Counters, entry)
 
 

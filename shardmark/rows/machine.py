@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardmark.meter.instructions import why_not_countable
 from shardmark.ranks.rank import available_cores, threads_of_a_rank
 from shardmark.ranks.torchrun import launched
 
@@ -16,13 +19,15 @@ from shardmark.ranks.torchrun import launched
 def describe_machine(device: str) -> dict[str, Any]:
     """Fields of `machine_info` beside pytest-benchmark's own.
 
-    "cores" are those that the ranks share; "threads" are those of a rank that is alone.
+    "cores" are those that the ranks share; "threads" are those of a rank that is alone. "instructions" says whether a
+    step's machine instructions can be counted.
     """
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
     try:
         from triton import __version__ as triton_version
     except ImportError:
         triton_version = None
+    why_not = why_not_countable()
     return {
         "device": device,
         "gpus": gpus,
@@ -34,6 +39,8 @@ def describe_machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton_version,
         "libc": " ".join(platform.libc_ver()),
+        "cpu_part": _cpu_part(),
+        "instructions": f"not countable: {why_not}" if why_not else "counted",
     }
 
 
@@ -44,6 +51,20 @@ def chosen_policy() -> str:
     """
     chosen = {getattr(os, name): name for name in ("SCHED_FIFO", "SCHED_IDLE", "SCHED_RR")}
     return chosen.get(os.sched_getscheduler(0), "")
+
+
+def _cpu_part(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Numbers of an Arm core's implementer, variant, part and revision; empty where Linux does not say them.
+
+    On other processors pytest-benchmark's "cpu" has the family, the model and the stepping.
+    """
+    found: dict[str, str] = {}
+    with suppress(OSError):
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            found.setdefault(name.strip(), value.strip())
+    names = ("CPU implementer", "CPU variant", "CPU part", "CPU revision")
+    return " ".join(filter(None, map(found.get, names)))
 
 
 def _memory_bytes() -> int:

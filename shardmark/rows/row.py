@@ -5,7 +5,7 @@ An observer outside this package declares the fields that it fills (`Observer.fi
 """
 
 # Without `from __future__ import annotations`, which would hide NotRequired from typing.
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -224,6 +224,11 @@ class Counters(TypedDict, total=False):
     flops: Annotated[Flops | None, "By the formulas of torch.utils.flop_counter."]
     saved_bytes: Annotated[Bytes | None, "What autograd holds at the end of forward."]
     synchronizations: Annotated[Count | None, "How often the host waits for the device."]
+    bytecodes: Annotated[Count | None, "Bytecode instructions of the user's Python functions."]
+    library_bytecodes: Annotated[Count | None, "Those of Python's and libraries' functions: with noise, not compared."]
+    bytecodes_by_function: Annotated[dict[str, Count] | None, "`bytecodes` by function."]
+    instructions: Annotated[Count | None, "Machine instructions: with a little noise, not compared."]
+    operators_by_name: Annotated[dict[str, Count] | None, "`operators` by name."]
 
 
 class Kernel(TypedDict):
@@ -288,32 +293,3 @@ class Row(TypedDict):
         "Verdict of all budgets together; null without a budget.",
     ]
     why: Annotated[str | None, "What is over its budget, undecided, or out of memory."]
-
-
-MAIN_FIGURES = (
-    "stats.median",
-    "family",
-    "implementation",
-    "case.id",
-    "world_size",
-    "verdict",
-    "time.peer",
-    "time.ratio",
-    "memory.tensors",
-    "memory.peak",
-    "memory.budget",
-)
-"""Their places in an entry, as `figure` takes them."""
-
-
-def main_figures(entry: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """(place, value) of each main figure that the entry has, for the test's properties in --junitxml."""
-    return [(where, found) for where in MAIN_FIGURES if (found := figure(entry, where)) is not None]
-
-
-def figure(entry: Mapping[str, Any], where: str) -> Any:
-    """The value at a place in the entry's stats ("stats.median") or its row ("time.ratio"); None if there is none."""
-    found: Any = entry if where.startswith("stats.") else entry["extra_info"]
-    for name in where.split("."):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found

@@ -246,14 +246,20 @@ def test_of_operators_within_each_other_the_outer_one_has_the_flops() -> None:
     inner = Operator("aten::_flash_attention_forward", (1, 4, 2, 16))
     tally = _Tally()
     tally.follow(Operator("aten::_scaled_dot_product_flash_attention", (1, 2, 4, 16), (inner,)))
-    assert tally.flops == 2 * (2 * 2 * 4 * 4 * 16) and tally.operators == 1
+    assert tally.flops == 2 * (2 * 2 * 4 * 4 * 16) and tally.names.total() == 1
 
 
 def test_a_row_has_the_largest_ranks_and_nothing_where_nothing_was_counted() -> None:
     made = partial(Counters, [], synchronizations=0, kernels=None, saved_bytes=None)
+    names: list[dict[str, int]] = [{"aten::mm": 2, "aten::add": 1}, {"aten::mm": 1, "aten::relu": 4}]
     ranks = [
-        Measured("gloo", Memory(), counters=made(bytes_sent=8, operators=3, flops=None)),
-        Measured("gloo", Memory(), counters=made(bytes_sent=4, operators=5, flops=7)),
+        Measured("gloo", Memory(), counters=made(bytes_sent=8, operators=3, flops=None, operators_by_name=names[0])),
+        Measured("gloo", Memory(), counters=made(bytes_sent=4, operators=5, flops=7, operators_by_name=names[1])),
     ]
-    assert counters_entry(ranks) == NONE | {"operators": 5, "flops": None, "bytes_sent": 8, "saved_bytes": None}
+    entry = counters_entry(ranks)
+    assert {name: value for name, value in entry.items() if value is not None} == {
+        **{"collectives": [], "bytes_sent": 8, "operators": 5, "synchronizations": 0},
+        "operators_by_name": names[1],
+    }
+    assert entry["flops"] is None and entry["bytecodes"] is None
     assert counters_entry([*ranks, Measured("gloo", Memory())]) == {}

@@ -101,4 +101,4 @@ def test_a_run_writes_it_and_with_against_what_has_changed(planted: pytest.Pytes
     assert "## Against old.json: 1 slower or larger, 0 undecided, 1 faster or smaller" in text
     slower, smaller = (line for line in text.splitlines() if "::test" in line)
     assert "| time | 2.010x theirs's time" in slower and "1.005x in old.json" in slower
-    assert "| memory | 3,000 bytes of tensors at the peak, 4,000 in old.json |" in smaller
+    assert "| memory | 3,000 bytes of tensors at the peak, 4,000 in old.json (-1,000, -25%) |" in smaller

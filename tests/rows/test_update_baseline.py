@@ -49,7 +49,7 @@ def test_what_is_worse_fails_nothing_and_is_listed(planted: pytest.Pytester) -> 
             "time: 2 rows compared, 1 undecided",
             "slower or larger: 2",
             "  test_planted.py::test_row[[]a[]]: 2.010x theirs's time, *",
-            "  test_planted.py::test_row[[]a[]]: 5,000 bytes of tensors at the peak, 4,000 in old.json",
+            "  test_planted.py::test_row[[]a[]]: 5,000 bytes of tensors at the peak, 4,000 in old.json (+1,000, +25%)",
             "old.json has 2 rows of this run, and 0 of tests that were not run",
         ]
     )

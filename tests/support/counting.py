@@ -31,6 +31,25 @@ class Step:
         mark("backward")
 
 
+class Loops(Step):
+    """A loop in Python alone, of so many iterations."""
+
+    def __init__(self, iterations: int = 100) -> None:
+        super().__init__(plain)
+        self.iterations = iterations
+
+    def step(self, mark: Mark) -> None:
+        super().step(mark)
+        loop(self.iterations)
+
+
+def loop(iterations: int) -> int:
+    found = 0
+    for i in range(iterations):
+        found += i
+    return found
+
+
 def two_linears() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
 

@@ -74,6 +74,9 @@ FIGURES = {
         "bytes_sent": 2500,
         "operators": 10,
         "kernels": None,
+        "bytecodes": 1000,
+        "library_bytecodes": 10_000,
+        "instructions": 10**6,
     },
 }
 

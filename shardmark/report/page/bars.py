@@ -9,7 +9,7 @@ from shardmark.meter.timeline import KINDS, WORKSPACE
 from shardmark.report.page.figure import Bar, Bars, by_case, cell, first, tip
 from shardmark.report.plots import finite, labels, number
 from shardmark.rows.columns import Entry
-from shardmark.rows.row import figure
+from shardmark.rows.figures import figure
 from shardmark.text import mib, ms
 
 COMMUNICATION = "communication"

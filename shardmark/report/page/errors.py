@@ -10,8 +10,8 @@ from shardmark.report.page.figure import Cell, Figure, first, in_unit
 from shardmark.report.page.predicted import predicted_interval
 from shardmark.report.page.vega import INK, SERIES, Chart, chart, color, names_axis, room, stand_ins
 from shardmark.rows.columns import Entry
+from shardmark.rows.figures import figure
 from shardmark.rows.reader import entries_of
-from shardmark.rows.row import figure
 
 
 def is_predicted(run: Entry) -> bool:

@@ -12,8 +12,8 @@ from shardmark.report.page.figure import cell
 from shardmark.report.plots import number
 from shardmark.rows.change import BETTER
 from shardmark.rows.columns import Entry
+from shardmark.rows.figures import figure
 from shardmark.rows.reader import entries_of
-from shardmark.rows.row import figure
 
 WIDTH, HEIGHT, MARGIN = 180, 36, 7
 """Pixels of a small plot, and of the margin around its points."""

@@ -14,7 +14,7 @@ from shardmark.report.page.figure import MOST_LINES, Absent, Cell, Drawn, Figure
 from shardmark.report.page.vega import DASH, INK, Chart, chart, series
 from shardmark.report.plots import UNITS, Lines, finite, line_names, number
 from shardmark.rows.columns import Entry
-from shardmark.rows.row import figure
+from shardmark.rows.figures import figure
 from shardmark.text import cut
 
 _WIDTH, _HEIGHT, _LABEL = 300, 230, 14

@@ -13,7 +13,7 @@ from shardmark.report.page.vega import SERIES, Chart, chart, color, names_axis, 
 from shardmark.report.plots import labels
 from shardmark.report.ranking import has_several, who
 from shardmark.rows.columns import Entry
-from shardmark.rows.row import figure
+from shardmark.rows.figures import figure
 from shardmark.text import mib, ms
 
 _WIDTH = 500

@@ -11,7 +11,7 @@ from shardmark.report.page.figure import MOST_PLOTS, Cell, Figure, in_unit
 from shardmark.report.page.vega import SERIES, Chart, chart, color
 from shardmark.report.plots import finite, labels
 from shardmark.rows.columns import Entry
-from shardmark.rows.row import figure
+from shardmark.rows.figures import figure
 from shardmark.text import mib
 
 MOMENTS = 100
