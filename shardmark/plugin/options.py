@@ -83,6 +83,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Run each case in this commit, branch or tag as well, in turns, and fail on what is slower or larger now.",
     )
     group.addoption(
+        "--accept",
+        metavar="FILE",
+        help="Changes that are wanted: a TOML table per test-id pattern, with the factors `time`, `memory` and "
+        "`counters` may grow by, and `why`.",
+    )
+    group.addoption(
         "--update-baseline",
         action="store_true",
         help="Write this run's rows to the file of --against, even if some are slower or larger.",

@@ -35,6 +35,7 @@ from shardmark.rows.atomic_json import Entry
 from shardmark.rows.case_times import CaseTimes
 from shardmark.rows.writer import RowFile
 from shardmark.text import printable
+from shardmark.verdict.accept import Accepted, read_accepted
 from shardmark.verdict.budget import AbsoluteBudget, confidence, read_budgets
 
 
@@ -93,8 +94,9 @@ class Session:
         self.rows = RowFile(config, self.ending, self._said, writes=not _is_helping())
         try:
             options.check_benchmark(option)
-            self.against = _against(option, self.rows)
-            self.against_ref = _against_ref(option, self.device, config.rootpath)
+            accepted = _accepted(option)
+            self.against = _against(option, self.rows, accepted)
+            self.against_ref = _against_ref(option, self.device, config.rootpath, accepted)
             if option("report") is not None and not _is_helping():
                 self.report = Report(options.path("report", option))
             if option("trace_dir") is not None:
@@ -212,17 +214,28 @@ def _is_helping() -> bool:
     return "PYTEST_XDIST_WORKER" in os.environ or (torchrun.launched() and torchrun.rank() > 0)
 
 
-def _against(option: Callable[..., Any], rows: RowFile) -> Against | None:
+def _accepted(option: Callable[..., Any]) -> Accepted:
+    """Read the file of `--accept`."""
+    if option("accept") is None:
+        return Accepted()
+    if option("against") is None and option("against_ref") is None:
+        raise ValueError("--accept needs --against or --against-ref, which name what a change is compared with")
+    return read_accepted(options.path("accept", option))
+
+
+def _against(option: Callable[..., Any], rows: RowFile, accepted: Accepted) -> Against | None:
     """Open the file of `--against`."""
     if option("against") is None:
         if option("update_baseline"):
             raise ValueError("--update-baseline needs --against, which names the file")
         return None
     options.check_measures("--against", option)
-    return None if _is_helping() else Against(options.path("against", option), option("update_baseline"), rows)
+    if _is_helping():
+        return None
+    return Against(options.path("against", option), option("update_baseline"), rows, accepted)
 
 
-def _against_ref(option: Callable[..., Any], device: str, folder: Path) -> AgainstRef | None:
+def _against_ref(option: Callable[..., Any], device: str, folder: Path, accepted: Accepted) -> AgainstRef | None:
     """Check out the version of `--against-ref`."""
     ref = option("against_ref")
     if ref is None:
@@ -230,7 +243,13 @@ def _against_ref(option: Callable[..., Any], device: str, folder: Path) -> Again
     if torchrun.launched() or option("link") is not None:
         raise ValueError(f"--against-ref {ref} has ranks of its own on this machine: not with torchrun or --link")
     options.check_measures("--against-ref", option)
-    return None if _is_helping() else AgainstRef(check_out(ref, folder), device)
+    if _is_helping():
+        return None
+    checkout = check_out(ref, folder)
+    path = option("accept")
+    if path is not None and (before := checkout.moved(path)) != path:
+        accepted = accepted.since(Path(before))
+    return AgainstRef(checkout, device, accepted)
 
 
 def _link(rate: str | None, device: str) -> Link | None:

@@ -17,11 +17,12 @@ import pytest
 from shardmark.rows.atomic_json import Entry, GrowingFile, dumped
 from shardmark.rows.baseline import Baseline, BaselineRow, Machine
 from shardmark.rows.change import number_of_rows
-from shardmark.rows.comparison import Comparison, compare
+from shardmark.rows.comparison import Compared, Comparison, compare
 from shardmark.rows.reader import LISTS
 from shardmark.rows.row import Row
 from shardmark.rows.writer import RowFile
 from shardmark.text import printable
+from shardmark.verdict.accept import Accepted
 from shardmark.verdict.betting import Interval
 
 
@@ -31,7 +32,7 @@ class Against:
     Raises RunFileError, RowFileError or another ValueError, in one line, if the file cannot be used.
     """
 
-    def __init__(self, path: Path, update: bool, rows: RowFile) -> None:
+    def __init__(self, path: Path, update: bool, rows: RowFile, accepted: Accepted | None = None) -> None:
         self.path = path
         self.name = printable(path.name)
         self.rows = rows
@@ -47,7 +48,7 @@ class Against:
         except BaseException:
             self.close()
             raise
-        self._comparison = Comparison()
+        self._comparison = Comparison(accepted)
         self._collected: set[str] = set()
         self._complete = False
         """Whether every collected test has run."""
@@ -96,6 +97,13 @@ class Against:
             return []
         verdicts = self._comparison.add(test_id, compare(old, row, ratio, self.other_machine is None, self.name))
         return [] if self.update else verdicts
+
+    def compared(self) -> Compared | None:
+        """The comparison, for the report; None without a baseline."""
+        if self.baseline is None:
+            return None
+        machine = () if self.other_machine is None else (self.other_machine,)
+        return self._comparison.compared(self.name, *machine, *self._other_rows(self.baseline))
 
     def _row(self, test_id: str) -> BaselineRow | None:
         return None if self.baseline is None else self.baseline.rows.get(test_id)

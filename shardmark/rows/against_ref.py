@@ -26,10 +26,11 @@ from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.world import RankError, World, Worlds
 from shardmark.rows.baseline import BaselineRow
 from shardmark.rows.change import KINDS, Change
-from shardmark.rows.comparison import Comparison, compare
+from shardmark.rows.comparison import Compared, Comparison, compare
 from shardmark.rows.fill import counters_entry, memory_entry
 from shardmark.rows.row import Row
 from shardmark.text import printable
+from shardmark.verdict.accept import Accepted
 from shardmark.verdict.betting import Interval, decided, fewest_rounds, interval, paired_ratios
 from shardmark.verdict.budget import tolerated
 
@@ -45,11 +46,11 @@ _live: list[tuple[Plan, Workload]] = []
 class AgainstRef:
     """The pytest plugin of `--against-ref`: the other version, and the worlds that run it."""
 
-    def __init__(self, checkout: Checkout, device: str) -> None:
+    def __init__(self, checkout: Checkout, device: str, accepted: Accepted | None = None) -> None:
         self.checkout = checkout
         self.name = printable(checkout.ref)
         self.worlds = Worlds(device, checkout=checkout)
-        self._comparison = Comparison()
+        self._comparison = Comparison(accepted)
 
     def judge(
         self, test_id: str, plan: Plan, row: Row, world: World, confidence: float, deadline: float
@@ -69,7 +70,9 @@ class AgainstRef:
         row["ref"] |= {"ratio": ratio.center, "interval": ratio.ends}
         old = BaselineRow.of({**row, "time": {}, "memory": memory, "counters": counters})
         text = f"{ratio.center:.3f}x the time that it takes in {self.name}, {ratio}"
-        time = Change(ratio.verdict(tolerated(1.0)), text, better=tolerated(ratio.high) < 1)
+        time = Change(
+            ratio.verdict(tolerated(1.0)), text, better=tolerated(ratio.high) < 1, figure="step time", interval=ratio
+        )
         return self._comparison.add(test_id, {**compare(old, row, None, True, self.name), "time": [time]})
 
     def pytest_report_header(self) -> str:
@@ -81,6 +84,10 @@ class AgainstRef:
         yield
         terminalreporter.section(f"against {self.name}", sep="-")
         self._comparison.write(terminalreporter)
+
+    def compared(self) -> Compared:
+        """The comparison, for the report."""
+        return self._comparison.compared(f"{self.name} ({self.checkout.commit[:10]})")
 
     def close(self) -> None:
         """End the other version's worlds and remove its files."""

@@ -7,16 +7,19 @@ seconds depend on whatever else the machine does; and on one machine only, becau
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pytest
 
 from shardmark.rows.baseline import BaselineRow
-from shardmark.rows.change import BETTER, KINDS, WORSE, RowComparison, changes_in, count_compared
+from shardmark.rows.change import ACCEPTED, BETTER, KINDS, WORSE, RowComparison, changes_in, count_compared
 from shardmark.rows.change_in_counters import changes_in_counters
 from shardmark.rows.change_in_memory import changes_in_memory
 from shardmark.rows.change_in_time import changes_in_time
 from shardmark.rows.row import Row
+from shardmark.rows.wanted import with_accepted
 from shardmark.text import printable
+from shardmark.verdict.accept import Accepted
 from shardmark.verdict.betting import Interval
 
 MOST = 10
@@ -39,27 +42,39 @@ def compare(
     }
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A run's comparison, for its report: what it was compared with, each row by its test, and lines to add."""
+
+    name: str
+    rows: dict[str, RowComparison]
+    notes: tuple[str, ...] = ()
+
+
 class Comparison:
     """The comparisons of a run's rows, and the last lines that report them."""
 
-    def __init__(self) -> None:
-        self._rows: dict[str, RowComparison] = {}
+    def __init__(self, accepted: Accepted | None = None) -> None:
+        self.rows: dict[str, RowComparison] = {}
+        """By the full names of their tests."""
+        self._accepted = accepted or Accepted()
 
     def add(self, test_id: str, row: RowComparison) -> list[tuple[str, str]]:
-        """Add a row's comparison; returns the verdict and the text of each of its changes."""
-        self._rows[test_id] = row
+        """Add a row's comparison, in which wanted changes pass; returns the verdict and the text of each change."""
+        row = self.rows[test_id] = with_accepted(test_id, row, self._accepted)
         return [(change.verdict, change.text) for kind in row.values() for change in changes_in(kind)]
 
     def write(self, terminal: pytest.TerminalReporter, others: Iterable[str] = ()) -> None:
-        """Print how many rows were compared and why some were not, then `others`, what is worse and what is better."""
+        """Print how many rows were compared and why some were not, `others`, and what is worse, accepted and better."""
         for kind in KINDS:
-            terminal.write_line(printable(f"{kind}: {count_compared([row[kind] for row in self._rows.values()])}"))
+            terminal.write_line(printable(f"{kind}: {count_compared([row[kind] for row in self.rows.values()])}"))
         for line in others:
             terminal.write_line(line)
-        for outcome, style in ((WORSE, "red"), (BETTER, "green")):
+        styles = {WORSE: "red", **({ACCEPTED: "yellow"} if self._accepted.name else {}), BETTER: "green"}
+        for outcome, style in styles.items():
             lines = [
                 printable(f"  {test_id}: {change.text}")
-                for test_id, row in self._rows.items()
+                for test_id, row in self.rows.items()
                 for kind in row.values()
                 for change in changes_in(kind)
                 if change.outcome == outcome
@@ -70,3 +85,9 @@ class Comparison:
                 terminal.write_line(line)
             if len(lines) > len(shown):
                 terminal.write_line(f"  and {len(lines) - len(shown)} more")
+        for remark in self._accepted.remarks():
+            terminal.write_line(printable(remark), yellow=True)
+
+    def compared(self, name: str, *notes: str) -> Compared:
+        """For the report: the rows beside the version or file of that name, and the remarks on `--accept`."""
+        return Compared(name, self.rows, (*notes, *self._accepted.remarks()))
