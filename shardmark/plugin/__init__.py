@@ -259,8 +259,11 @@ def _write_report(session: pytest.Session) -> None:
     own = session.config.stash[SESSION]
     against = own.against
     older = [] if against is None or against.baseline is None else [(against.name, against.baseline.output)]
-    if own.report is not None and own.rows.rows and not own.report.write_run(own.rows.output(), older):
-        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+    if own.report is not None and own.rows.rows:
+        found = [each.compared() for each in (against, own.against_ref) if each is not None]
+        compared = [each for each in found if each is not None]
+        if not own.report.write_run(own.rows.output(), older, compared):
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
