@@ -1,4 +1,4 @@
-"""What changed between a run and its baseline, for a report: what got worse and what got better."""
+"""Changes between a run and its baseline, for a report: figures that got worse, and those that got better."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Changes:
     found: Mapping[str, RowComparison] = field(default_factory=dict)
     """The comparison of each row, by its test."""
     figures: list[Figure] = field(default_factory=list)
-    """Those that are worse, accepted, undecided or better, in this order; of each the largest first."""
+    """Those that are worse, accepted, undecided or better, in this order."""
     counts: list[str] = field(default_factory=list)
     """Lines that say, of time, memory and counters, how many rows were compared and why others were not."""
 
@@ -145,7 +145,7 @@ def changes_of(compared: Compared, lost: Sequence[Figure] = ()) -> Changes:
     ]
     outcomes = (WORSE, ACCEPTED, OPEN, BETTER)
     shown = [each for each in [*lost, *figures] if each.change.outcome in outcomes]
-    shown.sort(key=lambda each: (outcomes.index(each.change.outcome), -each.change.ratio))
+    shown.sort(key=lambda each: outcomes.index(each.change.outcome))
     rows = compared.rows.values()
     counts = [f"{kind.capitalize()}: {count_compared([each[kind] for each in rows])}." for kind in KINDS]
     return Changes(compared.name, compared.rows, shown, [*counts, *compared.notes])

@@ -107,6 +107,7 @@ def _compared(changes: Changes) -> Iterator[str]:
     yield from ("", f"**{inert(changes.sentence())}**")
     for outcome in (WORSE, ACCEPTED, OPEN, BETTER):
         figures = [each for each in changes.figures if each.change.outcome == outcome]
+        figures.sort(key=lambda each: each.change.ratio, reverse=outcome != BETTER)
         if not figures:
             continue
         names = [outcome, "figure", "before", "now", "change", "interval", *(["why"] if outcome == ACCEPTED else [])]
