@@ -259,8 +259,10 @@ def _write_report(session: pytest.Session) -> None:
     own = session.config.stash[SESSION]
     against = own.against
     older = [] if against is None else [(run.name, run.output) for run in against.runs]
-    if own.report is not None and own.rows.rows and not own.report.write_run(own.rows.output(), older):
-        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+    if own.report is not None and own.rows.rows:
+        compared = [one for each in (against, own.against_ref) if each is not None for one in each.compared()]
+        if not own.report.write_run(own.rows.output(), older, compared):
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

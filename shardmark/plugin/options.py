@@ -22,16 +22,12 @@ from shardmark.ranks import torchrun
 from shardmark.ranks.deadline import MEASURED
 from shardmark.ranks.rank import WorldError, available_cores
 from shardmark.ranks.world import available_ranks, check_size
-from shardmark.verdict.budget import SMALLEST_EFFECT
-from shardmark.verdict.slowdown import LARGEST
 
 DEVICES = ("auto", "cpu", "cuda")
 LARGEST_SEED = 2**63 - 1
 """A test's own number, and a rank's, are added to it, and torch takes 64 bits."""
 GROUPINGS = ("group", "name", "func", "fullfunc", "fullname", "param")
 MOST_ROUNDS = 10**6
-LARGEST_SHARE = 10.0
-"""Largest value of --largest-slowdown: eleven times as long."""
 LONGEST_DEADLINE = 1e6
 """Seconds, eleven days: the kernel takes no more milliseconds."""
 
@@ -105,6 +101,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--real-time",
         action="store_true",
         help="Run the ranks before all ordinary processes (SCHED_RR), where the system permits it.",
+    )
+    group.addoption(
+        "--accept",
+        metavar="FILE",
+        help="Changes that are wanted: a TOML table per test-id pattern, with the factors `time`, `memory` and "
+        "`counters` may grow by, and `why`.",
     )
     group.addoption(
         "--update-baseline",
@@ -183,24 +185,6 @@ def as_path(name: str, value: str) -> Path:
     if not value:
         raise ValueError(f"{name} takes a path, not ''")
     return Path(value)
-
-
-def largest_slowdown(value: str | None) -> float:
-    """`--largest-slowdown` as a share: 0.05 for "5%" and for "0.05"."""
-    if value is None:
-        return LARGEST
-    with suppress(ValueError):
-        share = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
-        if SMALLEST_EFFECT <= share <= LARGEST_SHARE:  # nan is neither
-            return share
-    raise ValueError(f"--largest-slowdown is from 1% to {LARGEST_SHARE:.0%}, not {value!r}")
-
-
-def undecided_fails(option: Callable[..., Any]) -> bool:
-    given = option("largest_slowdown") is not None
-    if given and not (option("against") or option("against_ref")):
-        raise ValueError("--largest-slowdown needs --against or --against-ref, which say what to compare with")
-    return one_of("--undecided", option("undecided"), ("pass", "fail")) == "fail" or given
 
 
 def set_real_time(wanted: bool) -> None:

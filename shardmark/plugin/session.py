@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,11 +15,10 @@ from shardmark.meter.clock import DeviceClock
 from shardmark.meter.hardware import Hardware, of_this_machine
 from shardmark.meter.roofline import Roofline, attainable_flops, measure_roofline
 from shardmark.meter.trace import TraceFolder
-from shardmark.plugin import options
+from shardmark.plugin import comparing, options
 from shardmark.predict.own_model import check
 from shardmark.predict.worlds import SimulatedWorlds
 from shardmark.ranks import torchrun
-from shardmark.ranks.checkout import check_out
 from shardmark.ranks.deadline import MEASURED, TRIED, Deadlines
 from shardmark.ranks.link import Link, LinkError
 from shardmark.ranks.signals import Ending
@@ -58,7 +55,7 @@ class Session:
         self.ranks = [self.simulated.ranks] if self.simulated else options.ranks(option("ranks"), self.device)
         self.contract_ranks = self.ranks if option("ranks") else options.contract_ranks(self.ranks, self.device)
         """World sizes of tests that measure nothing: what is right on two ranks alone is wrong."""
-        self.undecided_fails = options.undecided_fails(option)
+        self.undecided_fails = comparing.undecided_fails(option)
         """Whether a test that is undecided fails: by `--undecided fail`, or as `--largest-slowdown` is given."""
         self.seed = options.seed(str(option("seed")))
         self.refused: dict[str, str] = {}
@@ -93,15 +90,16 @@ class Session:
         if self.simulated:
             self.worlds = SimulatedWorlds(self.simulated.hardware, self.link)
         # Opened last: what is open must be closed where a later option is bad.
-        self.rows = RowFile(config, self.ending, self._said, writes=not _is_helping())
+        self.rows = RowFile(config, self.ending, self._said, writes=not comparing.is_helping())
         try:
             options.check_benchmark(option)
-            self.against = _against(option, self.rows)
-            self.against_ref = _against_ref(option, self.device, config.rootpath)
-            if option("report") is not None and not _is_helping():
+            accepted = comparing.read_accept_file(option)
+            self.against = comparing.open_against(option, self.rows, accepted)
+            self.against_ref = comparing.open_against_ref(option, self.device, config.rootpath, accepted)
+            if option("report") is not None and not comparing.is_helping():
                 self.report = Report(options.path("report", option))
             if option("trace_dir") is not None:
-                self.trace = TraceFolder(options.path("trace_dir", option), others=_is_helping())
+                self.trace = TraceFolder(options.path("trace_dir", option), others=comparing.is_helping())
         except BaseException:
             self._close_files()
             raise
@@ -212,35 +210,6 @@ class Session:
 
 
 SESSION = pytest.StashKey[Session]()
-
-
-def _is_helping() -> bool:
-    """Whether another process writes the rows: this one is a further rank of torchrun or a worker of pytest-xdist."""
-    return "PYTEST_XDIST_WORKER" in os.environ or (torchrun.launched() and torchrun.rank() > 0)
-
-
-def _against(option: Callable[..., Any], rows: RowFile) -> Against | None:
-    """Open the file of `--against`."""
-    if not option("against"):
-        if option("update_baseline"):
-            raise ValueError("--update-baseline needs --against, which names the file")
-        return None
-    options.check_measures("--against", option)
-    paths = [options.as_path("--against", each) for each in option("against")]
-    largest = options.largest_slowdown(option("largest_slowdown"))
-    return None if _is_helping() else Against(paths, option("update_baseline"), rows, largest)
-
-
-def _against_ref(option: Callable[..., Any], device: str, folder: Path) -> AgainstRef | None:
-    """Check out the version of `--against-ref`."""
-    ref = option("against_ref")
-    if ref is None:
-        return None
-    if torchrun.launched() or option("link") is not None:
-        raise ValueError(f"--against-ref {ref} has ranks of its own on this machine: not with torchrun or --link")
-    options.check_measures("--against-ref", option)
-    largest = options.largest_slowdown(option("largest_slowdown"))
-    return None if _is_helping() else AgainstRef(check_out(ref, folder), device, largest)
 
 
 def _link(rate: str | None, device: str) -> Link | None:

@@ -1,18 +1,21 @@
-"""A run as Markdown, for a pull request or a folder of documents: a summary, then the tables, folded."""
+"""A run as Markdown, for a pull request or a folder of documents: the verdict on what has changed, a summary, and the
+tables, folded."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from shardmark.report.changes import OPEN, Changes, changes
+from shardmark.report.changes import OPEN, Changes, Figure, changes, changes_of
 from shardmark.report.findings import findings, undecided, verdict
 from shardmark.report.outcomes import first_line
 from shardmark.report.summary import Summary
 from shardmark.report.tables import render
-from shardmark.rows.change import BETTER, WORSE
+from shardmark.rows.change import ACCEPTED, BETTER, WORSE
 from shardmark.rows.columns import Entry
+from shardmark.rows.comparison import Compared
 from shardmark.rows.reader import of_this_version
 from shardmark.text import printable
 
@@ -25,15 +28,21 @@ COMMENT = 65_536
 NO_ROOM = "\n{} of {} tables are left out: a comment has no room for them.\n"
 
 
-def markdown(runs: Sequence[tuple[str, Entry]], most: int | None = None) -> str:
-    """The last of these (file name, run) pairs, and what has changed since the others.
+def markdown(
+    runs: Sequence[tuple[str, Entry]], most: int | None = None, compared: Sequence[Compared] | None = None
+) -> str:
+    """The last of these (file name, run) pairs, and what has changed since the others; or, if it is the run that is
+    ending, what it has compared.
 
     `most` limits the characters: the summary is whole, and tables without room are left out and counted. Raises
     RunFileError, in one line, where a run was written by another version of this suite.
     """
     *others, (name, run) = runs
-    compared = [of_this_version(changes, before, older, run, before) for before, older in others]
-    short, tables = of_this_version(_parts, name, run, compared)
+    if compared is None:
+        found = [of_this_version(changes, before, older, run, before) for before, older in others]
+    else:
+        found = [changes_of(each) for each in compared]
+    short, tables = of_this_version(_parts, name, run, found)
     room = None if most is None else most - len(short) - len(NO_ROOM)
     shown: list[str] = []
     for table in tables:
@@ -62,6 +71,8 @@ def _joined(lines: Iterable[str]) -> str:
 def _in_short(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
     outcomes = summary.outcomes
     yield "# What this run says"
+    for each in compared:
+        yield from _compared(each)
     when = f"  \nMeasured on {inert(summary.date)}." if summary.date else ""
     yield from ("", f"**{inert(verdict(summary))}**")
     yield from ("", f"{inert(summary.where())}  ", f"{inert(summary.what())}{when}")
@@ -69,8 +80,6 @@ def _in_short(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
         yield from ("", f"{busy.capitalize()}.")
     yield from _listed("Failed", outcomes.failed, summary)
     yield from _listed("Undecided", outcomes.undecided, summary)
-    for each in compared:
-        yield from _compared(each)
     if goals := summary.goals():
         yield from ("", f"## {goals.capitalize()}")
         missed = list(summary.missed())
@@ -94,14 +103,48 @@ def _listed(title: str, tests: dict[str, str], summary: Summary) -> Iterator[str
 
 
 def _compared(changes: Changes) -> Iterator[str]:
-    """Rows that are worse, undecided and better than in another run, and the number of rows compared."""
-    counts = ", ".join(f"{changes.of(outcome)} {outcome}" for outcome in (WORSE, OPEN, BETTER))
-    yield from ("", f"## Against {inert(changes.name)}: {counts}", "")
-    yield from (f"- {inert(count)}" for count in changes.counts)
-    for outcome in (WORSE, OPEN, BETTER):
-        rows = [(test.rpartition("/")[2], kind, said) for found, test, kind, said in changes.rows if found == outcome]
-        if rows:
-            yield from ("", *_table([outcome, "of", ""], rows[:MOST]), *_rest(len(rows)))
+    """The verdict on a run beside another one; its figures, the worse ones first; and how many rows were compared."""
+    yield from ("", f"**{inert(changes.sentence())}**")
+    for outcome in (WORSE, ACCEPTED, OPEN, BETTER):
+        figures = [each for each in changes.figures if each.change.outcome == outcome]
+        figures.sort(key=lambda each: each.change.ratio, reverse=outcome != BETTER)
+        if not figures:
+            continue
+        names = [outcome, "figure", "before", "now", "change", "interval", *(["why"] if outcome == ACCEPTED else [])]
+        table = ["", *_table(names, map(_cells, figures[:MOST])), *_rest(len(figures))]
+        grown = [f"- {inert(f'{_short(each)}: {part}')}" for each in figures[:MOST] for part in each.change.grown]
+        table += ["", *grown] if grown else []
+        if outcome == BETTER:
+            table = ["", f"<details><summary>{outcome}: {len(figures)}</summary>", *table, "", "</details>"]
+        yield from table
+    yield from ("", *(f"- {inert(count)}" for count in changes.counts))
+
+
+def _short(figure: Figure) -> str:
+    return figure.test.rpartition("/")[2]
+
+
+def _cells(figure: Figure) -> list[str]:
+    """The figure's cells; one without numbers has its text in place of them."""
+    change, ends = figure.change, ""
+    if change.interval is not None:
+        known = change.interval.ends
+        ends = "too few rounds" if known is None else " to ".join(map(_percent, known))
+    elif change.now is None:
+        return [_short(figure), change.text, *[""] * 4, *([change.accepted] if change.accepted else [])]
+    numbers = ["" if each is None else _number(each) for each in (change.before, change.now)]
+    grew = "from 0" if math.isinf(change.ratio) else _percent(change.ratio)
+    return [_short(figure), change.figure, *numbers, grew, ends, *([change.accepted] if change.accepted else [])]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+
+
+def _percent(ratio: float) -> str:
+    """As in "+2.5%"; as many digits as a small change needs."""
+    percent = 100 * (ratio - 1)
+    return f"{percent:+,.0f}%" if abs(percent) >= 100 else f"{percent:+.3g}%"
 
 
 def _rest(count: int) -> list[str]:

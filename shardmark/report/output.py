@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardmark.report.markdown import COMMENT, markdown
 from shardmark.rows.atomic_json import Entry, GrowingFile, dumped
+from shardmark.rows.comparison import Compared
 
 NEEDED = ("altair", "jinja2", "vl_convert")
 """Modules that draw a page."""
@@ -37,13 +38,14 @@ class Report:
         """Most characters of Markdown: with --report it is for a comment; `python -m shardmark.report` has no limit."""
         self._file = GrowingFile(path, option=option)
 
-    def write(self, runs: Sequence[tuple[str, Entry]]) -> None:
-        """Write the report of the last of these (file name, run) pairs.
+    def write(self, runs: Sequence[tuple[str, Entry]], compared: Sequence[Compared] | None = None) -> None:
+        """Write the report of the last of these (file name, run) pairs. Markdown shows `compared`, the comparisons of
+        the run that is ending; without them, those of the last run with each of the others.
 
         Raises RunFileError for a run of another version, and OSError where the disk is full.
         """
         if self.path.suffix == ".md":
-            text = markdown(runs, self._most)
+            text = markdown(runs, self._most, compared)
         else:
             from shardmark.report.page import page, published_page  # import what draws, which takes half a second
 
@@ -55,13 +57,16 @@ class Report:
         self._file.replace(text)
         self.written, self.outcome = True, str(self.path)
 
-    def write_run(self, output: Entry, older: Sequence[tuple[str, Entry]] = ()) -> bool:
+    def write_run(
+        self, output: Entry, older: Sequence[tuple[str, Entry]] = (), compared: Sequence[Compared] = ()
+    ) -> bool:
         """Write the report of the run that is ending; return whether it is written. An error goes to `outcome`.
 
-        `output` is what pytest-benchmark would write; `older` are the runs it was compared with.
+        `output` is what pytest-benchmark would write; `older` are the runs it was compared with, and `compared` the
+        results.
         """
         try:
-            self.write([*older, ("this run", json.loads(dumped(output)))])
+            self.write([*older, ("this run", json.loads(dumped(output)))], compared)
         except Exception as error:
             self.outcome = f"--report {self.path}: {type(error).__name__}: {error}"
         return self.written

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from shardmark.rows.comparison import Compared
 from shardmark.rows.earlier import EarlierRun
 from shardmark.rows.new_baseline import NewBaseline
 from shardmark.rows.reader import RunFileError
 from shardmark.rows.row import Row
 from shardmark.rows.writer import RowFile
 from shardmark.text import printable
+from shardmark.verdict.accept import Accepted
 from shardmark.verdict.slowdown import LARGEST, Gate, Paired
 
 WIDEST = 0.02
@@ -32,7 +34,14 @@ class Against:
     Raises RunFileError, RowFileError or another ValueError, in one line, if a file cannot be used.
     """
 
-    def __init__(self, paths: Sequence[Path], update: bool, rows: RowFile, largest: float = LARGEST) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        update: bool,
+        rows: RowFile,
+        largest: float = LARGEST,
+        accepted: Accepted | None = None,
+    ) -> None:
         if update and (len(paths) > 1 or paths[0].is_dir()):
             raise ValueError("--update-baseline replaces one file: give --against once, with a file")
         for path in paths:
@@ -47,7 +56,7 @@ class Against:
         """Opened before anything is measured, so that a file that cannot be written ends the run at once."""
         try:
             files = [] if self.new is not None and not self.new.exists else _files(paths)
-            runs = [EarlierRun(path, rows, largest) for path in files]
+            runs = [EarlierRun(path, rows, largest, accepted) for path in files]
         except BaseException:
             self.close()
             raise
@@ -93,6 +102,10 @@ class Against:
         if widest > WIDEST:
             self._wide[test_id] = widest
         return []
+
+    def compared(self) -> list[Compared]:
+        """The comparisons, for the report, that with the latest run first."""
+        return [run.compared(self._collected) for run in reversed(self.runs)]
 
     def pytest_report_header(self, config: pytest.Config) -> list[str]:
         if not self.runs:

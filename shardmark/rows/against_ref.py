@@ -25,12 +25,13 @@ from shardmark.ranks.world import RankError, World, Worlds
 from shardmark.rows.baseline import BaselineRow
 from shardmark.rows.change import KINDS
 from shardmark.rows.change_in_time import change_of
-from shardmark.rows.comparison import Comparison, compare
+from shardmark.rows.comparison import Compared, Comparison, compare
 from shardmark.rows.fill import counters_entry, memory_entry
 from shardmark.rows.pairs import pairs_entry
 from shardmark.rows.row import Row
 from shardmark.rows.turns import HERE, Race, Run, race
 from shardmark.text import printable
+from shardmark.verdict.accept import Accepted
 from shardmark.verdict.slowdown import FEWEST_PROCESSES, LARGEST, slowdown
 
 LONGEST_REASON = 200
@@ -40,12 +41,14 @@ LONGEST_REASON = 200
 class AgainstRef:
     """The pytest plugin of `--against-ref`: the other version, and the worlds that run it."""
 
-    def __init__(self, checkout: Checkout, device: str, largest: float = LARGEST) -> None:
+    def __init__(
+        self, checkout: Checkout, device: str, largest: float = LARGEST, accepted: Accepted | None = None
+    ) -> None:
         self.largest = largest
         self.checkout = checkout
         self.name = printable(checkout.ref)
         self.worlds = Worlds(device, checkout=checkout)
-        self._comparison = Comparison(largest)
+        self._comparison = Comparison(largest, accepted)
 
     def judge(
         self, test_id: str, plan: Plan, row: Row, world: World, confidence: float, deadline: float
@@ -78,6 +81,10 @@ class AgainstRef:
         yield
         terminalreporter.section(f"against {self.name}", sep="-")
         self._comparison.write(terminalreporter)
+
+    def compared(self) -> list[Compared]:
+        """The comparison, for the report."""
+        return [self._comparison.compared(f"{self.name} ({self.checkout.commit[:10]})")]
 
     def close(self) -> None:
         """End the other version's worlds and remove its files."""

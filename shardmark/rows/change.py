@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardmark.verdict.accept import KINDS as KINDS
 from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, Interval
 
-KINDS = ("time", "memory", "counters")
-WORSE, BETTER = "slower or larger", "faster or smaller"
+WORSE, BETTER, ACCEPTED = "slower or larger", "faster or smaller", "accepted"
 
 OTHER_MACHINE = "on another machine"
 """The reason why a figure that depends on the machine is not compared."""
@@ -33,16 +34,29 @@ class Change:
     interval: Interval | None = None
     """The interval of `now` over `before`; None for an exact figure."""
     not_excluded: float | None = None
-    """In time: the largest slowdown, as a share, that the pairs leave possible; None where one is shown."""
+    """In time: the largest slowdown, as a share, that the pairs leave possible."""
     grown: tuple[str, ...] = ()
     """The parts that make the difference, a line each: "3 more: aten::mul, mine.py:12"."""
     left_out: str = ""
     """The reason why the figure was not compared; empty where it was."""
+    accepted: str = ""
+    """The reason why it is wanted, for a worse figure that passes by `--accept`."""
 
     @property
     def outcome(self) -> str:
-        """WORSE, BETTER, UNDECIDED, or PASS for a figure that is none of these."""
+        """WORSE, ACCEPTED, BETTER, UNDECIDED, or PASS for a figure that is none of these."""
+        if self.accepted:
+            return ACCEPTED
         return BETTER if self.better else {FAIL: WORSE}.get(self.verdict, self.verdict)
+
+    @property
+    def ratio(self) -> float:
+        """The figure now over the one before: infinity from 0; 1 where there are no figures."""
+        if self.interval is not None:
+            return self.interval.center
+        if self.before is None or self.now is None:
+            return 1.0
+        return self.now / self.before if self.before else math.inf if self.now else 1.0
 
 
 class Line(str):

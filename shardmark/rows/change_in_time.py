@@ -66,7 +66,7 @@ def change_of(found: Slowdown, name: str, largest: float, needed: int, than: str
         before=1.0,
         now=found.ratio.center,
         interval=found.ratio,
-        not_excluded=None if worse else found.not_excluded,
+        not_excluded=found.not_excluded,
     )
 
 
@@ -76,6 +76,9 @@ def share(value: float) -> str:
 
 
 def not_excluded(changes: Sequence[Change]) -> float | None:
-    """The largest slowdown of a row that its time's changes leave possible; None without a change in time."""
+    """The largest slowdown of a row that its time's changes leave possible; None without a change in time, and where
+    one is shown."""
+    if any(change.verdict == FAIL for change in changes):
+        return None
     open_ = [change.not_excluded for change in changes if change.not_excluded is not None]
     return min(open_) if open_ else None

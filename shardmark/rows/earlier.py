@@ -12,10 +12,11 @@ import pytest
 from shardmark.rows.atomic_json import Entry
 from shardmark.rows.baseline import Baseline, BaselineRow, Machine
 from shardmark.rows.change import Change, changes_in, number_of_rows
-from shardmark.rows.comparison import Comparison, compare
+from shardmark.rows.comparison import Compared, Comparison, compare
 from shardmark.rows.row import Row
 from shardmark.rows.writer import RowFile
 from shardmark.text import printable
+from shardmark.verdict.accept import Accepted
 from shardmark.verdict.slowdown import Paired
 
 NAMED = 3
@@ -25,10 +26,10 @@ NAMED = 3
 class EarlierRun:
     """An earlier run and what it allows. Raises RunFileError, in one line, if the file cannot be used."""
 
-    def __init__(self, path: Path, rows: RowFile, largest: float) -> None:
+    def __init__(self, path: Path, rows: RowFile, largest: float, accepted: Accepted | None) -> None:
         self.name = printable(path.name)
         self.baseline = Baseline(path)
-        self.comparison = Comparison(largest)
+        self.comparison = Comparison(largest, accepted)
         self._largest = largest
         self._rows = rows
 
@@ -90,6 +91,11 @@ class EarlierRun:
         if self.other_machine is not None:
             terminal.write_line(self.other_machine, red=True, bold=True)
         self.comparison.write(terminal, self._other_rows(collected))
+
+    def compared(self, collected: set[str]) -> Compared:
+        """The comparison, for the report."""
+        machine = () if self.other_machine is None else (self.other_machine,)
+        return self.comparison.compared(self.name, *machine, *self._other_rows(collected))
 
     def _other_rows(self, collected: set[str]) -> Iterator[str]:
         """A line that counts the rows that only this run or only the earlier one has."""

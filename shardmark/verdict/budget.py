@@ -17,8 +17,6 @@ interval of its own, from the rounds that there are.
 from __future__ import annotations
 
 import math
-import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from shardmark.api.registry import Race
 from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, Interval, decided, interval, paired_ratios
+from shardmark.verdict.patterns import matches, read_tables
 
 if TYPE_CHECKING:
     from shardmark.verdict.slowdown import Gate
@@ -130,9 +129,8 @@ class AbsoluteBudget:
     bytes: int | None = None
 
     def matches(self, test_id: str) -> bool:
-        """Whether the pattern matches that test. Brackets in it are literal, as in test ids."""
-        wildcards = re.escape(self.pattern).replace(r"\*", ".*").replace(r"\?", ".")
-        return re.fullmatch(wildcards, test_id) is not None
+        """Whether the pattern matches that test."""
+        return matches(self.pattern, test_id)
 
 
 def read_budgets(path: Path) -> list[AbsoluteBudget]:
@@ -144,18 +142,7 @@ def read_budgets(path: Path) -> list[AbsoluteBudget]:
 
     Raises BudgetFileError, in one line, on a file that is not there, is not TOML, or says anything else.
     """
-    try:
-        if path.exists() and not path.is_dir() and not path.is_file():
-            raise BudgetFileError(f"--budgets {path}: not a regular file")
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BudgetFileError(f"--budgets {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BudgetFileError(f"--budgets {path} is not TOML: {error}") from error
-    except BudgetFileError:
-        raise
-    except ValueError as error:  # no path
-        raise BudgetFileError(f"--budgets {path}: {error}") from error
+    tables = read_tables(path, "--budgets", BudgetFileError)
     budgets = []
     for pattern, limits in tables.items():
         if not isinstance(limits, dict) or not limits or not set(limits) <= {"seconds", "bytes"}:

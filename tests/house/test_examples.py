@@ -1,8 +1,6 @@
 """The files of examples/ do what they say."""
 
-import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from correctness.support.paths import ROOT
-from tests.support.planted_rows import figures, run
-from tests.support.planted_rows import planted as planted
-from tests.support.repository import commit
 from tests.support.runs import environment_of_a_run, torchrun
-
-pytest_plugins = ["pytester"]
 
 EXAMPLES = ROOT / "examples"
 RIGHT = (
@@ -72,25 +65,6 @@ def test_a_teams_own_repository_passes(tmp_path: Path) -> None:
         EXAMPLES / "team", "-p", "shardmark.plugin", "tests", "perf", *arguments, f"--benchmark-json={out}"
     )
     assert status == 0 and "\n- In_micro_batches takes 0." in output and "2 rows at smoke scale" in output, output
-
-
-def test_the_workflow_gates_and_updates(planted: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its commands, in a repository that measures in perf/."""
-    monkeypatch.setenv("GITHUB_BASE_REF", "main")
-    commit(planted.path, tag="origin/main")
-    (planted.path / "perf").mkdir()
-    (planted.path / "test_planted.py").rename(planted.path / "perf" / "test_planted.py")
-    workflow = (EXAMPLES / "team" / ".github" / "workflows" / "perf.yml").read_text()
-    commands = re.findall(r"^ +- run: pytest (perf .+)$", workflow, re.MULTILINE)
-    gate, update = (shlex.split(os.path.expandvars(command)) for command in commands)
-    missing = run(planted, *gate, a=figures())
-    assert missing.ret == 4
-    missing.stderr.fnmatch_lines(["ERROR: --against perf/baseline.json: No such file or directory"])
-    run(planted, *update, a=figures()).assert_outcomes(passed=1)
-    run(planted, *gate, a=figures()).assert_outcomes(passed=1)
-    run(planted, *gate, a=figures(tensors=4001)).assert_outcomes(failed=1)
-    assert (planted.path / "new.json").exists()
-    assert "## Against baseline.json: 1 slower or larger" in (planted.path / "new.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["shardmark.sbatch", "pytorchjob.yaml"])

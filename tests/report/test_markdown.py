@@ -1,14 +1,18 @@
 """A run in Markdown: in short first, names as text, no more than a comment holds, and what has changed."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardmark.report.markdown import COMMENT, inert, markdown
+from shardmark.rows.change import Change, RowComparison
 from shardmark.rows.columns import Entry
+from shardmark.rows.comparison import Compared
 from shardmark.rows.reader import RunFileError
+from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, Interval
 from tests.support.entries import entry
 from tests.support.planted_rows import figures
 from tests.support.planted_rows import planted as planted
@@ -98,7 +102,89 @@ def test_a_run_writes_it_and_with_against_what_has_changed(planted: pytest.Pytes
     text = Path("out.md").read_text()
     assert result.outlines[-1] == "out.md"
     assert "| other measurements | Mine takes 1,005 ms, 1.00 times the time of theirs; it needs 3,000" in text
-    assert "## Against old.json: 1 slower or larger, 0 undecided, 1 faster or smaller" in text
-    slower, smaller = (line for line in text.splitlines() if "::test" in line)
-    assert "| time | 2.010x theirs's time" in slower and "1.005x in old.json" in slower
-    assert "| memory | 3,000 bytes of tensors at the peak, 4,000 in old.json (-1,000, -25%) |" in smaller
+    lead = "**Slower or larger than old.json: 1 figure; 2 rows compared in time, memory and counters.**"
+    assert text.startswith(f"# What this run says\n\n{lead}\n")
+    slower, smaller = (line for line in text.splitlines() if line.startswith("| test_planted"))
+    assert slower.startswith("| test_planted.py::test_row\\[a\\] |") and "2.010x theirs's time" in slower
+    place = "| test_planted.py::test_row\\[b\\] | bytes of tensors at the peak "
+    assert smaller == f"{place}| 4,000 | 3,000 | -25% |  |"
+    folded = "<details><summary>faster or smaller: 1</summary>\n\n| faster or smaller | figure |"
+    assert text.index(lead) < text.index(slower) < text.index(folded) < text.index(smaller)
+    assert text.index(smaller) < text.index("**1 of 2 tests failed.**")
+
+
+def change(ratio: float, **more: Any) -> Change:
+    """A change of bytes by that factor; with an interval, of time."""
+    texts = {"verdict": FAIL if ratio > 1 else PASS, "text": "bytes", "figure": "bytes", **more}
+    return Change(**texts, better=ratio < 1, before=1_000_000, now=round(1_000_000 * ratio))
+
+
+def told(rows: dict[str, RowComparison], *notes: str) -> str:
+    """The report of a run that has compared these rows with main."""
+    return markdown([("this run", run(entry("eager")))], compared=[Compared("main (1a2b3c4d5e)", rows, notes)])
+
+
+def test_what_is_worse_comes_first_the_largest_first_then_accepted_undecided_and_folded_better() -> None:
+    slow = Interval(1.2, 1.1, 1.3, 0.99)
+    unsure = Interval(1.02, 0.98, 1.07, 0.99)
+    rows: dict[str, RowComparison] = {
+        "p/test_a.py::a": {"time": [change(1.02, verdict=UNDECIDED, interval=unsure)], "memory": [change(0.5)]},
+        "p/test_a.py::b": {"time": [change(1.2, interval=slow, figure="step | time")], "memory": [change(1.00025)]},
+        "p/test_a.py::c": {"time": "without a peer", "memory": [change(1.5, verdict=PASS, accepted="a @mask")]},
+        "p/test_a.py::d": {"time": [Change(PASS, "")], "memory": [change(2.0, grown=("3 more: aten::mul, a.py:12",))]},
+    }
+    text = told({test: {**row, "counters": "not counted"} for test, row in rows.items()}, "a note")
+    lead = "Slower or larger than main (1a2b3c4d5e): 3 figures; 4 rows compared in memory, 3 in time, none in counters"
+    lines = [
+        f"**{lead}; 1 figure accepted; 1 figure undecided.**",
+        "| slower or larger | figure | before | now | change | interval |",
+        "| test_a.py::d | bytes | 1,000,000 | 2,000,000 | +100% |  |",
+        "| test_a.py::b | step \\| time | 1,000,000 | 1,200,000 | +20% | +10% to +30% |",
+        "| test_a.py::b | bytes | 1,000,000 | 1,000,250 | +0.025% |  |",
+        "- test_a.py::d: 3 more: aten::mul, a.py:12",
+        "| accepted | figure | before | now | change | interval | why |",
+        "| test_a.py::c | bytes | 1,000,000 | 1,500,000 | +50% |  | a @\u200bmask |",
+        "| undecided | figure | before | now | change | interval |",
+        "| test_a.py::a | bytes | 1,000,000 | 1,020,000 | +2% | -2% to +7% |",
+        "<details><summary>faster or smaller: 1</summary>",
+        "| test_a.py::a | bytes | 1,000,000 | 500,000 | -50% |  |",
+        "</details>",
+        "- Counters: 0 rows compared, 4 not counted.",
+        "- a note",
+    ]
+    shown = text.splitlines()
+    places = [shown.index(line) for line in lines]
+    assert places == sorted(places)
+
+
+def test_a_green_report_says_what_it_was_compared_with_and_which_slowdowns_are_left() -> None:
+    def row(*shares: float) -> RowComparison:
+        times = [Change(PASS, "", not_excluded=share) for share in shares]
+        return {"time": times, "memory": [Change(PASS, "")], "counters": [Change(PASS, "")]}
+
+    text = told({"a": row(0.04, 0.3), "b": row(0.02), "c": row(0.005)})
+    compared = "3 rows compared in time, memory and counters"
+    assert (
+        f"**Nothing slower or larger than main (1a2b3c4d5e): {compared}; slowdowns up to 4% are not excluded in 2 r"
+        in text
+    )
+    assert "slowdowns of any size are not excluded in 1 row.**" in told({"a": row(math.inf)})
+    assert "not excluded" not in told({"c": row(0.005)})
+
+
+def test_a_report_says_that_nothing_was_compared() -> None:
+    nothing = dict.fromkeys(("time", "memory", "counters"), "that main fails on (ImportError)")
+    for rows in ({}, {"a": nothing}):
+        assert "**Nothing was compared with main (1a2b3c4d5e).**" in told(rows)
+    assert "- Time: 0 rows compared, 1 that main fails on (ImportError)." in told({"a": nothing})
+
+
+def test_other_collectives_are_shown_by_their_text() -> None:
+    text = told({"a": {"time": "", "memory": "", "counters": [Change(FAIL, "other *collectives*")]}})
+    assert "| a | other \\*collectives\\* |  |  |  |  |" in text
+
+
+def test_a_figure_that_was_zero_has_no_percentage() -> None:
+    grown = Change(FAIL, "1 synchronizations, 0 in main", figure="synchronizations", before=0, now=1)
+    text = told({"a": {"time": "", "memory": "", "counters": [grown]}})
+    assert "| a | synchronizations | 0 | 1 | from 0 |  |" in text
