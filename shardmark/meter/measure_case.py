@@ -38,6 +38,9 @@ T = TypeVar("T")
 WARMUPS = 2
 """The first step makes the optimizer's state, the second torch DDP's final buckets."""
 
+FRESH_WARMUPS = 10
+"""Warm-ups in a fresh process, of a second at most: its allocator learns which blocks come back."""
+
 FIRST, SECOND, MEDIAN = "first", "second", "median"
 """Steps whose peaks are metered one by one. Budgets judge the third, which all later steps repeat."""
 
@@ -218,14 +221,15 @@ def _undecided(plan: Plan, measured: Measured) -> bool:
     """Whether the rounds so far leave a verdict open. Each round's slowest rank counts, so that all ranks agree."""
     if plan.limits is None:
         return False
-    names = [name for name in (IMPLEMENTATION, PEER, LOAD) if name in measured.laps]
-    seconds = _largest(plan, [[lap.seconds for lap in measured.laps[name]] for name in names])
-    return plan.limits.undecided(dict(zip(names, seconds, strict=True)))
+    laps = [measured.laps[name] for name in (IMPLEMENTATION, PEER) if name in measured.laps]
+    seconds, *peer_seconds = _largest(plan, [[lap.seconds for lap in each] for each in laps])
+    return plan.limits.undecided(seconds, peer_seconds[0] if peer_seconds else None)
 
 
 def time_again(plan: Plan) -> Measured:
     """Time the case in this process, which has not seen it before: nothing is metered, counted or observed."""
-    return timed_rounds(replace(plan, observers=()), Memory(), warmed_up(plan))
+    rounds = replace(plan.rounds, warmups=FRESH_WARMUPS, max_warmup_seconds=1.0)
+    return timed_rounds(replace(plan, observers=(), rounds=rounds), Memory(), warmed_up(plan))
 
 
 def timed_steps(plan: Plan, count: int) -> list[Laps]:

@@ -35,6 +35,7 @@ from shardmark.rows.row import Work as WorkPart
 from shardmark.verdict import budget
 from shardmark.verdict.betting import SHOWN_CONFIDENCE, fewest_rounds
 from shardmark.verdict.budget import MEMORY_SLACK, MIB, Limits, MemoryBudget
+from shardmark.verdict.slowdown import Gate
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ class Measure(Admission):
             world_size,
             self._rounds(rounds, max([least, *(observer.min_rounds for observer in observe)])),
             tensors_before=None if session.against is None else session.against.tensors(self._benchmark.fullname),
-            limits=self._limits(race, peer),
+            limits=self._limits(race),
             observers=tuple(type(observer) for observer in observe),
             coin=secrets.randbits(64),
             load=not (session.simulated or self._benchmark.disabled),
@@ -115,9 +116,9 @@ class Measure(Admission):
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=self.deadline)
         )
-        again: Sequence[Sequence[Measured]] = ()
-        if isinstance(session.worlds, Worlds):
-            again = in_fresh_processes(plan, ranks, session.worlds, self.deadline)
+        again, gate = list[list[Measured]](), self._gate(plan)
+        if gate is not None and isinstance(session.worlds, Worlds):
+            again = in_fresh_processes(plan, gate, self._confidence(race), session.worlds, self.deadline)
 
         def at_peak() -> list[Held]:
             held = session.worlds.get(world_size).run(blocks_at_peak, plan, deadline=self.deadline)
@@ -222,16 +223,20 @@ class Measure(Admission):
             self._item.warn(pytest.PytestWarning(f"{plan.implementation} has no memory budget: {error}"))
             return None
 
-    def _limits(self, race: Race | None, peer: Implementation | None) -> Limits | None:
+    def _limits(self, race: Race | None) -> Limits | None:
         """The limits that the rounds must decide; None where pytest-benchmark is disabled."""
         ratios: tuple[float, ...] = (race.budget,) if race is not None and race.budget is not None else ()
-        against, gate = self._session.against, None
-        if against is not None:
-            gate = against.gate(self._benchmark.fullname, None if peer is None else peer.name)
         seconds = [own.seconds for own in self._session.budgets_for(self._item.nodeid) if own.seconds is not None]
-        if self._benchmark.disabled or not (ratios or seconds or gate):
+        if self._benchmark.disabled or not (ratios or seconds):
             return None
-        return Limits(self._confidence(race), ratios, tuple(seconds), gate)
+        return Limits(self._confidence(race), ratios, tuple(seconds))
+
+    def _gate(self, plan: Plan) -> Gate | None:
+        """The comparisons with earlier runs that fresh processes are to decide; None without any."""
+        against = self._session.against
+        if against is None or self._benchmark.disabled:
+            return None
+        return against.gate(self._benchmark.fullname, None if plan.peer is None else plan.peer.name)
 
     def _peer(self, implementation: Implementation, race: Race | None) -> Implementation | None:
         """The implementation of the race, if it is another one and runs here."""

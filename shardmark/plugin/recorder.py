@@ -17,9 +17,8 @@ from shardmark.api.work import Work
 from shardmark.meter.callers import Callers
 from shardmark.meter.disturbances import WAITED, in_words
 from shardmark.meter.over_budget import Held, excess_lines
-from shardmark.meter.plan import IMPLEMENTATION, LOAD, PEER, Identity, Measured
+from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
 from shardmark.plugin.grown import lines_of
-from shardmark.ranks.world import Worlds
 from shardmark.report.outcomes import LEFT_OPEN
 from shardmark.rows.atomic_json import dumped
 from shardmark.rows.case_times import CaseKey
@@ -34,7 +33,7 @@ from shardmark.rows.fill import (
     time_entry,
 )
 from shardmark.rows.observers import Observer
-from shardmark.rows.pairs import paired_with, pairs_entry, sums
+from shardmark.rows.pairs import NAMES, paired_with, pairs_entry, sums
 from shardmark.rows.row import Limit, Row
 from shardmark.rows.row import Work as WorkPart
 from shardmark.verdict import budget
@@ -113,10 +112,14 @@ class Recorder:
         ratios = None if peer is None else session.times.ratios(key, identity.implementation, peer)
         row["time"], ratio = time_entry(ranks, time, confidence, ratios)
         row["time"]["pace"] = pace
-        timed = {} if ratio is None or peer is None else {PEER: session.times.pairs(key, identity.implementation, peer)}
-        pairs = sums({**timed, LOAD: paired_with(LOAD, [ranks, *again])}, confidence)
-        can_repeat = LOAD in pairs and isinstance(session.worlds, Worlds)
-        row["time"]["pairs"] = {name: pairs_entry(each, can_repeat) for name, each in pairs.items()}
+        fresh, own = (
+            {name: found for name in NAMES if (found := paired_with(name, each))} for each in (again, [ranks])
+        )
+        if ratio is not None and peer is not None:
+            fresh[PEER] = session.times.fresh(key, identity.implementation, peer)
+            own[PEER] = [pairs] if (pairs := session.times.pairs(key, identity.implementation, peer)) else []
+        compared = sums(fresh, {name: each[0] for name, each in own.items() if each}, confidence)
+        row["time"]["pairs"] = {name: pairs_entry(each) for name, each in compared.items()}
         if said := stalls(as_measured, peer_seconds) if peer_seconds else "":
             row["time"]["stalls"] = said
         family = registry.FAMILIES.get(identity.family)
@@ -132,7 +135,7 @@ class Recorder:
         if "not_done" in row["limit"]:
             verdicts.append((FAIL, row["limit"]["not_done"]))
         if session.against is not None:
-            verdicts += session.against.judge(self._benchmark.fullname, row, pairs)
+            verdicts += session.against.judge(self._benchmark.fullname, row, compared)
         try:
             verdicts += beside_ref(row)
         except BaseException:  # of this version, or the user's Ctrl-C: what was measured stays

@@ -34,10 +34,21 @@ class Checkout:
 
     def moved(self, path: str) -> str:
         """A path below the root becomes the same path in the copy; other paths, and installed files, stay."""
-        absolute = Path(os.path.realpath(path))
-        if not absolute.is_relative_to(self.root) or not set(INSTALLED).isdisjoint(absolute.parts):
-            return path
-        return str(self.copy / absolute.relative_to(self.root))
+        return str(self.copy / self._below_root(path)) if self.has(path) else path
+
+    def has(self, path: str) -> bool:
+        """Whether the path is one of the repository's, and not an installed file's."""
+        return Path(os.path.realpath(path)).is_relative_to(self.root) and not (
+            set(INSTALLED) & set(Path(os.path.realpath(path)).parts)
+        )
+
+    def _below_root(self, path: str) -> Path:
+        return Path(os.path.realpath(path)).relative_to(self.root)
+
+    @property
+    def as_it_is(self) -> Checkout:
+        """The repository without a copy: ranks that enter it import this version anew, as the others theirs."""
+        return Checkout("", "", self.root, self.root)
 
     def enter(self) -> None:
         """Import the measured code from the copy from now on, whatever this process has imported before. The tool
@@ -56,7 +67,7 @@ class Checkout:
         if spec is not None and getattr(spec, "has_location", False):  # not a built-in module
             places.append(spec.origin)
         own = name == "__main__" or name.partition(".")[0] == "shardmark"
-        return not own and any(self.moved(place) != place for place in places)
+        return not own and any(self.has(place) for place in places)
 
     def remove(self) -> None:
         """Remove the copy."""

@@ -32,7 +32,7 @@ from shardmark.rows.row import Row
 from shardmark.rows.turns import HERE, Race, Run, race
 from shardmark.text import printable
 from shardmark.verdict.accept import Accepted
-from shardmark.verdict.slowdown import FEWEST_PROCESSES, LARGEST, slowdown
+from shardmark.verdict.slowdown import LARGEST, slowdown
 
 LONGEST_REASON = 200
 """Most characters shown of the reason why a case fails in the other version."""
@@ -66,10 +66,10 @@ class AgainstRef:
             now = min(row["memory"], memory_entry(again, plan.memory), key=lambda part: part["tensors"])
             row = {**row, "memory": now}
         pairs = raced.paired(confidence)
-        row["ref"] |= {"ratio": pairs.ratio.center, "interval": pairs.ratio.ends, "pairs": pairs_entry(pairs, True)}
+        row["ref"] |= {"ratio": pairs.ratio.center, "interval": pairs.ratio.ends, "pairs": pairs_entry(pairs)}
         old = BaselineRow.of({**row, "time": {}, "memory": memory, "counters": counters})
         text = f"the time that it takes in {self.name}"
-        time = change_of(slowdown(pairs), PEER, self.largest, FEWEST_PROCESSES, text, raced.stalls)
+        time = change_of(slowdown(pairs), PEER, self.largest, text, raced.stalls)
         return self._comparison.add(test_id, {**compare(old, row, True, self.name), "time": [time]})
 
     def pytest_report_header(self) -> str:
@@ -112,7 +112,7 @@ class AgainstRef:
 
         def start(name: str) -> World:
             if name == HERE:
-                return World(plan.world_size, plan.device)
+                return World(plan.world_size, plan.device, checkout=self.checkout.as_it_is)
             try:
                 return World(plan.world_size, plan.device, checkout=self.checkout)
             except Exception as error:

@@ -124,7 +124,7 @@ class BaselineRow:
         parts = {name: {key: int(number(n)) for key, n in part.items()} for name, part in parts.items()}
         counters = {name: number(value) for name, value in counters.items()}
         device, ranks, link, time = row["device"], row["world_size"], row["link"], row["time"]
-        pairs = {name: pairs for name, (pairs, _) in pairs_of(time).items()}
+        pairs = pairs_of(time)
         peer = str(time["peer"]) if "peer" in pairs else None
         waited = WAITED in time.get("machine", {})
         return cls(device, ranks, link, peer, pairs, waited, memory, counters, parts, collectives)

@@ -31,10 +31,11 @@ class CaseKey:
 
 @dataclass
 class _Known:
-    """Times of one case, in seconds, and each timed pair's rounds, process by process."""
+    """Times of one case, in seconds; each timed pair's rounds, and those of further, fresh processes."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    pairs: dict[tuple[str, str], list[Pairs]] = field(default_factory=dict)
+    pairs: dict[tuple[str, str], Pairs] = field(default_factory=dict)
+    fresh: dict[tuple[str, str], list[Pairs]] = field(default_factory=dict)
 
 
 class CaseTimes:
@@ -47,22 +48,29 @@ class CaseTimes:
     def __init__(self) -> None:
         self._cases: defaultdict[CaseKey, _Known] = defaultdict(_Known)
 
-    def pairs(self, case: CaseKey, name: str, peer: str) -> list[Pairs]:
-        """The rounds in which these two were timed, in seconds, process by process; empty if they were not yet."""
-        known = self._cases[case].pairs
+    def add(self, case: CaseKey, name: str, peer: str, pairs: Sequence[Pairs]) -> None:
+        """Keep rounds of a pair that fresh processes timed."""
+        if pairs:
+            self._cases[case].fresh[name, peer] = list(pairs)
+
+    def fresh(self, case: CaseKey, name: str, peer: str) -> list[Pairs]:
+        """The rounds of fresh processes in which these two were timed, in seconds; empty if there were none."""
+        known = self._cases[case].fresh
         if (name, peer) in known:
             return known[name, peer]
         return [(theirs, mine) for mine, theirs in known.get((peer, name), [])]
 
-    def add(self, case: CaseKey, name: str, peer: str, pairs: Sequence[Pairs]) -> None:
-        """Keep rounds of a pair that further processes timed."""
-        if pairs:
-            self._cases[case].pairs[name, peer] += pairs
+    def pairs(self, case: CaseKey, name: str, peer: str) -> Pairs | None:
+        """The rounds in which these two were timed, in seconds; None if they were not yet."""
+        known = self._cases[case].pairs
+        if (name, peer) in known:
+            return known[name, peer]
+        return known[peer, name][::-1] if (peer, name) in known else None
 
     def ratios(self, case: CaseKey, name: str, peer: str) -> list[float] | None:
-        """The ratios of the first process that timed these two, as `name` over `peer`; None if none has yet."""
-        first = self.pairs(case, name, peer)[:1]
-        return paired_ratios(*first[0]) if first else None
+        """The ratios of the rounds in which these two were timed, as `name` over `peer`; None if they were not yet."""
+        pairs = self.pairs(case, name, peer)
+        return None if pairs is None else paired_ratios(*pairs)
 
     def pace(
         self, case: CaseKey, name: str, seconds: Sequence[float], peer: str | None, peer_seconds: Sequence[float]
@@ -72,7 +80,7 @@ class CaseTimes:
         known = self._cases[case]
         times = known.seconds
         if peer is not None and peer_seconds:
-            known.pairs[name, peer] = [(seconds, peer_seconds)]
+            known.pairs[name, peer] = seconds, peer_seconds
             ratio = interval(paired_ratios(seconds, peer_seconds)).center
             if name in times:
                 times.setdefault(peer, times[name] / ratio)

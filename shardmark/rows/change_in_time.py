@@ -17,7 +17,7 @@ from shardmark.rows.change import Change, ChangesOrReason
 from shardmark.rows.pairs import PEER, pairs_of
 from shardmark.rows.row import Row
 from shardmark.verdict.betting import FAIL, PASS, UNDECIDED
-from shardmark.verdict.slowdown import EFFECTS, LARGEST, Slowdown, judged, slowdown
+from shardmark.verdict.slowdown import EFFECTS, FEWEST_PROCESSES, LARGEST, Slowdown, judged, slowdown
 
 BUSY = "not judged, as one of the runs waited for cores that other processes had: --against-ref sees both beside them"
 """A step on several threads waits for the last of them, so beside a neighbour it is not slower by its peer's share."""
@@ -31,12 +31,12 @@ def changes_in_time(baseline: BaselineRow, row: Row, baseline_name: str, largest
     if PEER in now and baseline.peer != row["time"].get("peer"):
         del now[PEER]
     found: list[Change] = []
-    for name, (pairs, needed) in now.items():
+    for name, pairs in now.items():
         if name in baseline.pairs:
             beside = f"{row['time']['peer']}" if name == PEER else "the calibration load"
             text = f"the time in {baseline_name}, beside {beside}"
             stalls = row["time"].get("stalls", "")
-            change = change_of(slowdown(pairs, baseline.pairs[name]), name, largest, needed, text, stalls)
+            change = change_of(slowdown(pairs, baseline.pairs[name]), name, largest, text, stalls)
             if change.verdict == FAIL and (baseline.waited or WAITED in row["time"].get("machine", {})):
                 change = replace(change, verdict=UNDECIDED, text=f"{change.text}; {BUSY}")
             if found and change.verdict == UNDECIDED:  # the peer has decided; only a slowdown that it shares is open
@@ -44,17 +44,19 @@ def changes_in_time(baseline: BaselineRow, row: Row, baseline_name: str, largest
             found.append(change)
     if found:
         return found
-    return "not timed beside a peer or the load" if not now else f"with nothing in {baseline_name} to compare with"
+    return (
+        "not timed beside a peer or the load" if not now else f"with no other step of {baseline_name} to stand beside"
+    )
 
 
-def change_of(found: Slowdown, name: str, largest: float, needed: int, than: str, stalls: str = "") -> Change:
+def change_of(found: Slowdown, name: str, largest: float, than: str, stalls: str = "") -> Change:
     """The change of a ratio to the "peer" or the "load", or of another commit's time; `than` names the earlier time."""
-    verdict = judged(found, name, largest, needed)
+    verdict = judged(found, name, largest)
     text = f"{found.ratio.center:.3f}x {than}, {found}"
     if stalls and found.mean > found.ratio.center:
         text += f"; {stalls}"
     if verdict == UNDECIDED and found.shown(EFFECTS[name]):
-        text += f"; not shown in {needed} processes: {found.low:.3f} to {found.high:.3f} between them"
+        text += f"; not in each of {FEWEST_PROCESSES} fresh processes"
     if verdict == UNDECIDED:
         text += f"; slowdowns up to {share(found.not_excluded)} are not excluded"
     worse = verdict == FAIL

@@ -10,7 +10,7 @@ from shardmark.meter.plan import LOAD, PEER, Measured
 from shardmark.rows.fill import step_seconds
 from shardmark.rows.row import Pairs as PairsEntry
 from shardmark.verdict.betting import Interval
-from shardmark.verdict.slowdown import FEWEST_PROCESSES, Paired, Pairs, paired
+from shardmark.verdict.slowdown import Paired, Pairs, paired
 
 NAMES = (PEER, LOAD)
 
@@ -21,13 +21,15 @@ def paired_with(name: str, processes: Sequence[Sequence[Measured]]) -> list[Pair
     return [(step_seconds(ranks), step_seconds(ranks, name)) for ranks in timed]
 
 
-def sums(processes: Mapping[str, Sequence[Pairs]], confidence: float) -> dict[str, Paired]:
-    """The pairs of each name, summed up; names without a pair are left out."""
-    return {name: paired(pairs, confidence) for name, pairs in processes.items() if pairs}
+def sums(fresh: Mapping[str, Sequence[Pairs]], own: Mapping[str, Pairs | None], confidence: float) -> dict[str, Paired]:
+    """The pairs of each name, summed up: those of fresh processes, else those of the run's own."""
+    found = {name: paired(pairs, confidence) for name, pairs in fresh.items() if pairs}
+    rest = {name: paired([pairs], confidence, fresh=False) for name, pairs in own.items() if pairs is not None}
+    return {name: (found | rest | found)[name] for name in NAMES if name in found or name in rest}
 
 
-def pairs_entry(found: Paired, can_repeat: bool) -> PairsEntry:
-    """The part of a row; `can_repeat`: further processes could be started."""
+def pairs_entry(found: Paired) -> PairsEntry:
+    """The part of a row."""
     return {
         "ratio": found.ratio.center,
         "interval": found.ratio.ends,
@@ -35,17 +37,16 @@ def pairs_entry(found: Paired, can_repeat: bool) -> PairsEntry:
         "mean": found.mean,
         "mean_error": found.mean_error if math.isfinite(found.mean_error) else None,
         "processes": list(found.processes),
-        "needed": FEWEST_PROCESSES if can_repeat else 1,
         "count": found.pairs,
     }
 
 
-def pairs_of(time: Mapping[str, Any]) -> dict[str, tuple[Paired, int]]:
-    """By the name of the other step: a row's pairs, and the number of processes that must show a slowdown.
+def pairs_of(time: Mapping[str, Any]) -> dict[str, Paired]:
+    """A row's pairs, by the name of the other step.
 
     Raises KeyError, TypeError or ValueError where another version wrote the row.
     """
-    return {name: (read(each), int(each["needed"])) for name, each in time.get("pairs", {}).items() if name in NAMES}
+    return {name: read(each) for name, each in time.get("pairs", {}).items() if name in NAMES}
 
 
 def read(entry: Mapping[str, Any]) -> Paired:
@@ -54,7 +55,7 @@ def read(entry: Mapping[str, Any]) -> Paired:
     ratio = Interval(number(entry["ratio"]), low, high, number(entry["confidence"]))
     error = math.inf if entry["mean_error"] is None else number(entry["mean_error"])
     processes = tuple(number(each) for each in entry["processes"])
-    if not processes or min(processes) <= 0 or ratio.center <= 0:
+    if min([ratio.center, *processes]) <= 0:
         raise ValueError("no positive ratio of a pair")
     return Paired(ratio, number(entry["mean"]), error, processes, int(number(entry["count"])))
 

@@ -143,8 +143,7 @@ class Pairs(TypedDict):
     confidence: Annotated[float, Unit("1"), "Confidence of that interval."]
     mean: Annotated[Ratio, "Quotient of the mean steps."]
     mean_error: Annotated[Ratio | None, "Two standard errors of it; null for a single pair."]
-    processes: Annotated[list[Ratio], "Median ratio in each process."]
-    needed: Annotated[Count, "Processes that a slowdown must be shown in; 1 where no fresh ones can be started."]
+    processes: Annotated[list[Ratio], "Median ratio in each fresh process; empty for the run's own process."]
     count: Annotated[Count, "Number of pairs."]
 
 

@@ -62,8 +62,9 @@ def race(plan: Plan, start: StartWorld, calls: Callable[[str, World], Run], conf
     """Time both versions in fresh processes until the slowdown is decided or PATIENCE is over."""
     found, began, coin = Race(), time.monotonic(), random.Random(plan.coin)
     while True:
-        with start(HERE) as here, start(THERE) as there:
-            _one_process(plan, {HERE: calls(HERE, here), THERE: calls(THERE, there)}, coin, found)
+        first, second = shuffled([HERE, THERE], coin)  # the operating system may favour either
+        with start(first) as one, start(second) as other:
+            _one_process(plan, {first: calls(first, one), second: calls(second, other)}, coin, found)
         count, elapsed = len(found.processes), time.monotonic() - began
         now = slowdown(found.paired(confidence))
         needs = count < FEWEST_PROCESSES or now.verdict(largest) == UNDECIDED

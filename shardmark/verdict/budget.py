@@ -17,17 +17,13 @@ interval of its own, from the rounds that there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardmark.api.registry import Race
 from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, Interval, decided, interval, paired_ratios
 from shardmark.verdict.patterns import matches, read_tables
-
-if TYPE_CHECKING:
-    from shardmark.verdict.slowdown import Gate
 
 NOT_STARTED, OUT_OF_MEMORY = "not started", "out of memory"
 
@@ -61,25 +57,18 @@ def tolerated(budget: float) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that a case's rounds must decide: of the ratio to the peer, of the step in seconds, and of a
-    comparison with an earlier run."""
+    """The limits that a case's rounds must decide: of the ratio to the peer, and of the step in seconds."""
 
     confidence: float
     ratios: tuple[float, ...] = ()
     seconds: tuple[float, ...] = ()
-    gate: Gate | None = None
 
-    def undecided(self, laps: Mapping[str, Sequence[float]]) -> bool:
-        """Whether the rounds so far leave a verdict open; `laps` has the seconds of the "implementation", and perhaps
-        of its "peer" and of the "load". Without a peer no ratio to it is judged."""
-        seconds = laps["implementation"]
+    def undecided(self, seconds: Sequence[float], peer_seconds: Sequence[float] | None) -> bool:
+        """Whether the rounds so far leave a verdict open. Without a peer no ratio is judged."""
         samples = [(seconds, limit) for limit in self.seconds]
-        if "peer" in laps:
-            samples += [(paired_ratios(seconds, laps["peer"]), tolerated(limit)) for limit in self.ratios]
-        if not all(decided(values, limit, self.confidence) for values, limit in samples):
-            return True
-        others = {name: each for name, each in laps.items() if name in ("peer", "load")}
-        return self.gate is not None and not self.gate.settled(seconds, others, self.confidence)
+        if peer_seconds is not None:
+            samples += [(paired_ratios(seconds, peer_seconds), tolerated(limit)) for limit in self.ratios]
+        return not all(decided(values, limit, self.confidence) for values, limit in samples)
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,11 @@ def test_in_a_round_all_take_turns_and_the_two_that_are_compared_stand_together(
     there = ["step mine", "compute mine", "communicate mine", "step theirs"]
     counted = 2 * ["step mine"]
     assert steps[:4] == there and steps[-2:] == counted  # first a warm-up
-    rounds = [steps[i : i + 4] for i in range(4, len(steps) - 2, 4)]
+    rounds = [steps[i : i + 5] for i in range(4, len(steps) - 2, 5)]
     assert len(rounds) == 3
-    for each in rounds:
-        assert sorted(each[:2]) == ["step mine", "step theirs"]
-        assert sorted(each[2:]) == ["communicate mine", "compute mine"]
+    for each in rounds:  # an untimed step of the second goes before the first
+        assert sorted(each[:2]) == ["step mine", "step theirs"] and each[2] == each[0]
+        assert sorted(each[3:]) == ["communicate mine", "compute mine"]
     timed = (IMPLEMENTATION, COMPUTE, COMMUNICATION, PEER)
     assert {name: len(laps) for name, laps in measured.laps.items()} == dict.fromkeys(timed, 3)
     assert all(LOG[i - 1].startswith("prepare") for i, entry in enumerate(LOG) if entry.startswith(kinds))

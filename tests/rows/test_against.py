@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardmark.meter.plan import Plan
-from shardmark.verdict.betting import fewest_rounds
-from shardmark.verdict.budget import confidence
+from shardmark.rows.against import WIDEST
+from shardmark.verdict.slowdown import FEWEST_PAIRS, Gate
 from tests.support.planted_rows import ALL_REDUCES, figures, run
 from tests.support.planted_rows import planted as planted
 from tests.support.project import run_project
@@ -53,7 +53,7 @@ def test_the_same_again_is_nothing_worse(planted: pytest.Pytester, old: Path) ->
 WORSE: dict[str, tuple[dict[str, Any], str]] = {
     "twice the time": (
         {"ratio": 2.0},
-        "2.010x theirs's time, * interval [[]2.003, 2.017[]], against 1.005x in old.json, [[]1.002, 1.008[]]",
+        "2.000x the time in old.json, beside theirs, * interval [[]1.9??, 2.0??[]], mean 2.000 ± 0.00?",
     ),
     "a byte of tensors": ({"tensors": 4001}, "4,001 bytes of tensors at the peak, 4,000 in old.json (+1, +0.025%)"),
     "workspace": ({"workspace": 1051}, "1,051 bytes of workspace at the peak, 1,000 in old.json (+51, +5.1%)"),
@@ -90,7 +90,7 @@ def test_what_is_slower_or_larger_fails(name: str, planted: pytest.Pytester, old
 
 
 BETTER: dict[str, tuple[dict[str, Any], str]] = {
-    "half the time": ({"ratio": 0.5}, "0.502x theirs's time, *"),
+    "half the time": ({"ratio": 0.5}, "0.500x the time in old.json, beside theirs, *"),
     "a byte of tensors": ({"tensors": 3999}, "3,999 bytes of tensors at the peak, 4,000 in old.json (-1, -0.025%)"),
     "workspace": ({"workspace": 900}, "900 bytes of workspace at the peak, 1,000 in old.json (-100, -10%)"),
     "an operator": ({"counters": {"operators": 9}}, "9 operators, 10 in old.json (-1, -10%)"),
@@ -149,20 +149,21 @@ def test_what_does_not_matter_passes(changed: dict[str, Any], planted: pytest.Py
 
 
 def test_noise_leaves_a_row_undecided(planted: pytest.Pytester, old: Path) -> None:
-    result = run(planted, *OLD, "-v", a=figures(noise=[0.8, 1.3] * 20), b=figures())
+    result = run(planted, *OLD, "-v", a=figures(noise=[0.8, 1.3] * 60), b=figures())
     assert result.parseoutcomes() == {"passed": 1, "undecided": 1} and result.ret == 0
     result.stdout.fnmatch_lines(
         [
-            "undecided: mine a: 1.02?x theirs's time, *",
-            "*1.005x in old.json, *",
+            "undecided: mine a: *x the time in old.json, beside theirs, *",
+            "*slowdowns up to *% are not excluded*",
             "time: 2 rows compared, 1 undecided",
+            "slowdowns over 5% are excluded in 1 row; up to *% are not in 1",
         ]
     )
 
 
 UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
-    "no peer": ({"peer": None}, "time: 1 row compared, 1 without a peer"),
-    "another peer": ({"peer": "others"}, "time: 1 row compared, 1 with another peer"),
+    "no peer": ({"peer": None}, "time: 1 row compared, 1 not timed beside a peer or the load"),
+    "another peer": ({"peer": "others"}, "time: 1 row compared, 1 with no other step of old.json to stand beside"),
     "another device": ({"device": "cuda"}, "memory: 1 row compared, 1 on another device or number of ranks"),
 }
 
@@ -175,11 +176,11 @@ def test_unlike_rows_are_not_compared_and_counted(name: str, planted: pytest.Pyt
     result.stdout.fnmatch_lines([line, "slower or larger: 0"])
 
 
-def test_a_ratio_of_too_few_rounds_is_not_compared(planted: pytest.Pytester) -> None:
+def test_a_ratio_of_too_few_rounds_excludes_nothing(planted: pytest.Pytester) -> None:
     run(planted, "--benchmark-json=old.json", a=figures(noise=[1.0] * 5))
-    result = run(planted, *OLD, a=figures(ratio=3.0))
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["time: 0 rows compared, 1 of too few rounds in old.json"])
+    result = run(planted, *OLD, "-v", a=figures())
+    assert result.parseoutcomes() == {"undecided": 1}
+    result.stdout.fnmatch_lines(["slowdowns over 5% are excluded in 0 rows; up to any size are not in 1"])
 
 
 def test_rows_of_one_run_alone_are_counted(planted: pytest.Pytester, old: Path) -> None:
@@ -190,8 +191,8 @@ def test_rows_of_one_run_alone_are_counted(planted: pytest.Pytester, old: Path) 
 
 
 def test_a_row_is_measured_as_comparing_it_needs(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test asks for three rounds; a run with --against takes as many as a verdict needs. Its plan has the bytes of
-    the older row, as ranks that hold more are metered again.
+    """The test asks for three rounds; with --against it takes as many as a comparison needs, in three processes. Its
+    plan has the bytes of the older row, as ranks that hold more are metered again.
     """
     plans: list[Plan] = []
 
@@ -203,15 +204,17 @@ def test_a_row_is_measured_as_comparing_it_needs(project: pytest.Pytester, monke
     first, _ = run_project(project, "--scale=smoke", "-k", "rounds", *OLD, "--update-baseline")
     first.assert_outcomes(passed=1)
     (older,) = json.loads(Path("old.json").read_text())["benchmarks"]
-    assert older["stats"]["rounds"] == fewest_rounds(confidence(1)) == 11
+    beside = older["extra_info"]["time"]["pairs"]
+    assert set(beside) == {"peer", "load"} and all(len(each["processes"]) >= 3 for each in beside.values())
+    assert beside["load"]["count"] >= FEWEST_PAIRS
     test = project.path / "test_sleeps.py"
     test.write_text(test.read_text().replace('"plain", 1.0', '"plain", 20.0'))
-    second, output = run_project(project, "--scale=smoke", "-k", "rounds", *OLD)
+    second, _ = run_project(project, "--scale=smoke", "-k", "rounds", *OLD)
     second.assert_outcomes(failed=1)
-    assert output["benchmarks"][0]["stats"]["rounds"] >= fewest_rounds(confidence(1))
-    second.stdout.fnmatch_lines(["*x slow's time, *, against 0.*x in old.json, *", "slower or larger: 1"])
-    before = older["extra_info"]["time"]["judged_interval"][1]
-    assert [plan.limits and plan.limits.ratios for plan in plans] == [None, (before,)]
+    second.stdout.fnmatch_lines(["*x the time in old.json, beside slow, *", "slower or larger: [12]"])
+    gates = [plan.limits and plan.limits.gate for plan in plans]
+    assert [gate and gate.widest for gate in gates] == [WIDEST, None]
+    assert [name for name, _ in (gates[1] or Gate()).before] == ["peer", "load"]
     assert [plan.tensors_before for plan in plans] == [None, 4000]
 
 
@@ -249,10 +252,10 @@ OLDER: dict[str, Callable[[dict[str, Any]], object]] = {
     "no unmeasured": lambda output: output.pop("unmeasured"),
     "newer": lambda output: row(output).update(schema=99),
     "no link": lambda output: row(output).pop("link"),
-    "no interval": lambda output: row(output)["time"].pop("judged_interval"),
-    "half an interval": lambda output: row(output)["time"].update(judged_interval=[1.0]),
+    "no interval": lambda output: row(output)["time"]["pairs"]["peer"].pop("interval"),
+    "half an interval": lambda output: row(output)["time"]["pairs"]["peer"].update(interval=[1.0]),
     "no number": lambda output: row(output)["memory"].update(tensors="many"),
-    "nan": lambda output: row(output)["time"].update(ratio=float("nan")),
+    "nan": lambda output: row(output)["time"]["pairs"]["peer"].update(ratio=float("nan")),
     "no collective": lambda output: row(output)["counters"].update(collectives=[["all_reduce"]]),
     "no row": lambda output: output["benchmarks"][0].update(extra_info={"family": "none"}),
 }

@@ -41,15 +41,16 @@ def test_the_first_time_the_file_is_written(planted: pytest.Pytester) -> None:
 
 def test_what_is_worse_fails_nothing_and_is_listed(planted: pytest.Pytester) -> None:
     run(planted, *UPDATE, a=figures(), b=figures())
-    result = run(planted, *UPDATE, a=figures(tensors=5000, ratio=2.0), b=figures(noise=[0.8, 1.3] * 20))
+    result = run(planted, *UPDATE, a=figures(tensors=5000, ratio=2.0), b=figures(noise=[0.8, 1.3] * 60))
     result.assert_outcomes(passed=2)
     assert result.ret == 0
     result.stdout.fnmatch_lines(
         [
             "time: 2 rows compared, 1 undecided",
             "slower or larger: 2",
-            "  test_planted.py::test_row[[]a[]]: 2.010x theirs's time, *",
+            "  test_planted.py::test_row[[]a[]]: 2.000x the time in old.json, beside theirs, *",
             "  test_planted.py::test_row[[]a[]]: 5,000 bytes of tensors at the peak, 4,000 in old.json (+1,000, +25%)",
+            "  test_planted.py::test_row[[]b[]]: ±*%, wider than ±2%",
             "old.json has 2 rows of this run, and 0 of tests that were not run",
         ]
     )

@@ -22,7 +22,7 @@ from shardmark.verdict.budget import MemoryBudget
 from shardmark.meter.clock import Laps
 from shardmark.meter.memory import Memory, Workspace
 from shardmark.rows.observers import Observer
-from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
+from shardmark.meter.plan import IMPLEMENTATION, LOAD, PEER, Identity, Measured
 from shardmark.api.registry import Race
 
 FIGURES = json.loads(Path("figures.json").read_text())
@@ -52,10 +52,12 @@ def test_row(name, measure):
     laps = {IMPLEMENTATION: [Laps(figures["ratio"] * noise) for noise in figures["noise"]]}
     if figures["peer"] is not None:
         laps[PEER] = [Laps(1.0) for noise in figures["noise"]]
+    if figures["load"] is not None:
+        laps[LOAD] = [Laps(figures["load"]) for noise in figures["noise"]]
     memory = Memory(tensors=figures["tensors"], workspace=Workspace(figures["workspace"], "mm"))
     measure.record(
         Identity("none", "mine", Case(name), figures["device"]),
-        [Measured("none", memory, laps)],
+        [Measured("none", memory, laps, waited=figures["waited"])],
         time=Race(figures["peer"]),
         memory=MemoryBudget(10**9),
         observe=[Counters(figures["counters"])],
@@ -64,8 +66,10 @@ def test_row(name, measure):
 ALL_REDUCES = ["all_reduce", "float32", 1000, 2]
 FIGURES = {
     "ratio": 1.0,
-    "noise": [1.0, 1.01] * 20,
+    "noise": [1.0, 1.01] * 60,
     "peer": "theirs",
+    "load": None,
+    "waited": 0.0,
     "tensors": 4000,
     "workspace": 1000,
     "device": "cpu",

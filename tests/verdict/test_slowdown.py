@@ -1,0 +1,100 @@
+"""The verdict on a slowdown: by the median, by the mean, and between processes."""
+
+import math
+import random
+
+import pytest
+
+from shardmark.verdict.betting import FAIL, PASS, UNDECIDED
+from shardmark.verdict.slowdown import Gate, Pairs, Slowdown, paired, slowdown, stalls
+
+CONFIDENCE = 0.999
+
+
+def process(
+    seed: int, slower: float = 1.0, pairs: int = 60, noise: float = 0.02, shift: float = 0.0, every: int = 0
+) -> Pairs:
+    """The pairs of a process: steps of a second with noise, `slower` times as long; each process has its own shift, and
+    a step in `every` takes three times as long."""
+    coin = random.Random(seed)
+    shifted = slower * math.exp(coin.gauss(0, shift))
+    mine = [shifted * math.exp(coin.gauss(0, noise)) * (3 if every and i % every == 0 else 1) for i in range(pairs)]
+    return mine, [math.exp(coin.gauss(0, noise)) for _ in range(pairs)]
+
+
+def found(processes: int = 3, **options: float) -> Slowdown:
+    return slowdown(paired([process(seed, **options) for seed in range(processes)], CONFIDENCE))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict"),
+    [
+        ({}, PASS),
+        ({"slower": 1.05}, FAIL),
+        ({"slower": 1.1}, FAIL),
+        ({"slower": 0.9}, PASS),
+        ({"slower": 1.1, "processes": 2}, UNDECIDED),
+        ({"slower": 1.005}, PASS),
+        ({"every": 20}, UNDECIDED),
+        ({"every": 20, "pairs": 300}, FAIL),
+        ({"pairs": 20}, UNDECIDED),
+        ({"shift": 0.05}, UNDECIDED),
+        ({"noise": 0.5}, UNDECIDED),
+    ],
+    ids=lambda value: "-".join(f"{name}{each}" for name, each in value.items()) if isinstance(value, dict) else value,
+)
+def test_the_verdict(options: dict[str, float], verdict: str) -> None:
+    assert found(**options).verdict() == verdict  # type: ignore[arg-type]
+
+
+def test_a_pass_excludes_what_is_over_the_largest_slowdown() -> None:
+    now = found()
+    assert 0 < now.not_excluded < 0.05 and now.verdict(now.not_excluded * 0.9) == UNDECIDED
+    assert now.verdict(now.not_excluded) == PASS
+
+
+def test_equal_steps_of_processes_that_differ_do_not_fail() -> None:
+    """Processes differ by 1% (standard deviation), as the worst of those recorded."""
+    slow = [
+        slowdown(paired([process(9 * run + i, shift=0.01, pairs=34) for i in range(3)], CONFIDENCE))
+        for run in range(300)
+    ]
+    assert sum(each.verdict() == FAIL for each in slow) <= 1
+
+
+def test_beside_an_earlier_run_the_uncertainty_of_both_counts() -> None:
+    before = paired([process(100 + i) for i in range(3)], CONFIDENCE)
+    wide = paired([process(200 + i, pairs=12, noise=0.1) for i in range(3)], CONFIDENCE)
+    slow = paired([process(i, slower=1.1) for i in range(3)], CONFIDENCE)
+    assert slowdown(slow, before).verdict() == FAIL
+    assert slowdown(slow, wide).verdict() == UNDECIDED and slowdown(slow, wide).not_excluded > 0.1
+    assert slowdown(slow, slow).verdict() == PASS
+    assert slowdown(before, slow).faster and not slowdown(slow, before).faster
+
+
+def test_a_gate_wants_more_rounds_until_each_comparison_is_decided() -> None:
+    before = paired([process(100 + i) for i in range(3)], CONFIDENCE)
+    gate = Gate((("peer", before), ("load", before)))
+    few, many = process(1, pairs=20), process(1, pairs=200)
+    assert not gate.settled(few[0], {"peer": few[1], "load": few[1]}, CONFIDENCE)
+    assert gate.settled(many[0], {"peer": many[1], "load": many[1]}, CONFIDENCE)
+    slow = process(1, slower=1.1, pairs=200)
+    assert gate.settled(slow[0], {"peer": slow[1], "load": slow[1]}, CONFIDENCE)
+    assert not gate.decided({"peer": paired([slow], CONFIDENCE)})  # to be confirmed in further processes
+    assert gate.decided({"peer": paired([slow, slow, slow], CONFIDENCE)})
+
+
+def test_a_baseline_wants_three_processes_and_a_narrow_interval() -> None:
+    gate = Gate(widest=0.02)
+    narrow, wide = process(1, pairs=200), process(1, pairs=200, noise=0.3)
+    assert gate.settled(narrow[0], {"load": narrow[1]}, CONFIDENCE)
+    assert not gate.settled(wide[0], {"load": wide[1]}, CONFIDENCE)
+    assert not gate.decided({"load": paired([narrow] * 2, CONFIDENCE)})
+    assert gate.decided({"load": paired([narrow] * 3, CONFIDENCE)})
+
+
+def test_stalls_are_named_where_the_other_has_none() -> None:
+    even = [1.0] * 100
+    stalled = [3.0 if i % 20 == 0 else 1.0 for i in range(100)]
+    assert stalls(stalled, even) == "1 step in 20 takes 3.0x"
+    assert stalls(stalled, stalled) == "" and stalls(even, stalled) == "" and stalls(even, even) == ""
