@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -37,9 +37,6 @@ T = TypeVar("T")
 
 WARMUPS = 2
 """The first step makes the optimizer's state, the second torch DDP's final buckets."""
-
-FRESH_WARMUPS = 10
-"""Warm-ups in a fresh process, of a second at most: its allocator learns which blocks come back."""
 
 FIRST, SECOND, MEDIAN = "first", "second", "median"
 """Steps whose peaks are metered one by one. Budgets judge the third, which all later steps repeat."""
@@ -224,12 +221,6 @@ def _undecided(plan: Plan, measured: Measured) -> bool:
     laps = [measured.laps[name] for name in (IMPLEMENTATION, PEER) if name in measured.laps]
     seconds, *peer_seconds = _largest(plan, [[lap.seconds for lap in each] for each in laps])
     return plan.limits.undecided(seconds, peer_seconds[0] if peer_seconds else None)
-
-
-def time_again(plan: Plan) -> Measured:
-    """Time the case in this process, which has not seen it before: nothing is metered, counted or observed."""
-    rounds = replace(plan.rounds, warmups=FRESH_WARMUPS, max_warmup_seconds=1.0)
-    return timed_rounds(replace(plan, observers=(), rounds=rounds), Memory(), warmed_up(plan))
 
 
 def timed_steps(plan: Plan, count: int) -> list[Laps]:

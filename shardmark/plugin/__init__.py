@@ -26,6 +26,7 @@ from shardmark.api.requirements import requires_compiler
 from shardmark.plugin.collection import pytest_collection_finish as pytest_collection_finish
 from shardmark.plugin.collection import pytest_collection_modifyitems as pytest_collection_modifyitems
 from shardmark.plugin.collection import pytest_generate_tests as pytest_generate_tests
+from shardmark.plugin.fresh import TimesAgain
 from shardmark.plugin.judge import Judge, not_refusable
 from shardmark.plugin.measure import Measure
 from shardmark.plugin.options import pytest_addoption as pytest_addoption
@@ -37,7 +38,7 @@ from shardmark.ranks import torchrun
 from shardmark.ranks.link import Link
 from shardmark.ranks.process_setup import begin_with_own_device, keep_compiled_code_apart
 from shardmark.ranks.rank import WorldError, WorldLostError
-from shardmark.ranks.world import RankError, World
+from shardmark.ranks.world import RankError, World, Worlds
 from shardmark.report.outcomes import Undecided
 from shardmark.rows.machine import describe_machine
 from shardmark.text import printable
@@ -94,6 +95,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, compares in (("against", session.against), ("against-ref", session.against_ref)):
         if compares is not None:
             config.pluginmanager.register(compares, f"shardmark {name}")
+    if session.against is not None and session.against.new is not None and isinstance(session.worlds, Worlds):
+        again = TimesAgain(session.baseline_rows, session.against, session.worlds)
+        config.pluginmanager.register(again, "shardmark times again")
     if SHARED in getattr(config, "workerinput", {}):
         config.pluginmanager.register(Worker(session), "shardmark worker")
 

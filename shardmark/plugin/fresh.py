@@ -1,33 +1,111 @@
-"""Time a case in fresh processes, as a comparison with an earlier run needs them."""
+"""Time a case in fresh processes, as a comparison with an earlier run needs them.
+
+A machine's caches and clock rates have moods that last for seconds to minutes, and processes that start right after
+each other share one. So what seems slower is timed again after pauses, and the rows of a new baseline are timed again
+once all tests have run.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from shardmark.meter.measure_case import time_again
-from shardmark.meter.plan import Measured, Plan
+import pytest
+
+from shardmark.meter.again import time_again
+from shardmark.meter.plan import LOAD, PEER, Measured, Plan
 from shardmark.ranks.world import Worlds
+from shardmark.rows.against import Against
+from shardmark.rows.case_times import CaseKey, CaseTimes
 from shardmark.rows.pairs import NAMES, paired_with, sums
-from shardmark.verdict.slowdown import FEWEST_PAIRS, FEWEST_PROCESSES, Gate
+from shardmark.verdict.slowdown import FEWEST_PAIRS, FEWEST_PROCESSES, Gate, Paired
 
-PATIENCE = 40.0
-"""Seconds after which no further process is started, once there are three."""
-MOST_PROCESSES = 8
+PATIENCE = 60.0
+"""Seconds after which no further process is started."""
+PAUSE = 8.0
+"""Seconds before a process that is to confirm a slowdown."""
+MOST_PROCESSES = 5
+"""Most processes of a case in one run."""
 
 
-def in_fresh_processes(
-    plan: Plan, gate: Gate, confidence: float, worlds: Worlds, deadline: float
-) -> list[list[Measured]]:
-    """The ranks' measurements in each of the processes that decide the comparisons, or as many as PATIENCE allows."""
-    processes: list[list[Measured]] = []
-    began, least = time.monotonic(), math.ceil(FEWEST_PAIRS / FEWEST_PROCESSES)
-    short = replace(plan, limits=None, rounds=replace(plan.rounds, minimum=max(plan.rounds.minimum, least)))
-    while len(processes) < MOST_PROCESSES:
+@dataclass
+class Fresh:
+    """A case of the run, and the ranks' measurements in each fresh process so far."""
+
+    plan: Plan
+    confidence: float
+    deadline: float
+    processes: list[list[Measured]] = field(default_factory=list)
+
+    def pairs(self) -> dict[str, Paired]:
+        """The pairs of all processes, by the name of the other step."""
+        return sums({name: paired_with(name, self.processes) for name in NAMES}, {}, self.confidence)
+
+    def add_process(self, worlds: Worlds) -> list[Measured]:
+        """Time the case in a new process."""
+        rounds = self.plan.rounds
+        least = max(rounds.minimum, math.ceil(FEWEST_PAIRS / FEWEST_PROCESSES))
+        plan = replace(self.plan, limits=None, rounds=replace(rounds, minimum=least))
         with worlds.fresh(plan.world_size) as world:
-            processes.append(world.run(time_again, short, deadline=deadline))
-        late = time.monotonic() - began > PATIENCE and len(processes) >= FEWEST_PROCESSES
-        if late or gate.decided(sums({name: paired_with(name, processes) for name in NAMES}, {}, confidence)):
-            break
-    return processes
+            self.processes.append(world.run(time_again, plan, deadline=self.deadline))
+        return self.processes[-1]
+
+    def decide(self, gate: Gate, worlds: Worlds) -> None:
+        """Add processes until the gate is decided or PATIENCE is over."""
+        began = time.monotonic()
+        self.add_process(worlds)
+        while len(self.processes) < MOST_PROCESSES and not gate.decided(self.pairs()):
+            if time.monotonic() - began > PATIENCE:
+                break
+            time.sleep(PAUSE)
+            self.add_process(worlds)
+
+
+@dataclass
+class BaselineRows:
+    """The cases of a run that writes a baseline, by their tests; each is timed once with its test, then twice more."""
+
+    times: CaseTimes
+    rows: dict[str, tuple[Fresh, CaseKey, str | None]] = field(default_factory=dict)
+    """By test: the case, the place of its times, and its peer, which another row may have timed."""
+
+    def again(self, worlds: Worlds) -> Iterator[str]:
+        """Time all cases again, pass by pass; says which."""
+        for number in range(2, FEWEST_PROCESSES + 1):
+            yield f"timing each row again, in a fresh process: {number} of {FEWEST_PROCESSES}"
+            for fresh, key, _ in self.rows.values():
+                ranks, plan = fresh.add_process(worlds), fresh.plan
+                if plan.peer is not None:
+                    self.times.add(key, plan.implementation.name, plan.peer.name, paired_with(PEER, [ranks]))
+
+    def pairs(self, test_id: str) -> dict[str, Paired]:
+        """The pairs of the test's case in all processes."""
+        fresh, key, peer = self.rows[test_id]
+        found = {LOAD: paired_with(LOAD, fresh.processes)}
+        if peer is not None:
+            found[PEER] = self.times.fresh(key, fresh.plan.implementation.name, peer)
+        return sums(found, {}, fresh.confidence)
+
+
+class TimesAgain:
+    """The pytest plugin that times the rows of a new baseline again once all tests have run."""
+
+    def __init__(self, rows: BaselineRows, against: Against, worlds: Worlds) -> None:
+        self._rows = rows
+        self._against = against
+        self._worlds = worlds
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
+        result = yield
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+        for line in self._rows.again(self._worlds):
+            if terminal is not None:
+                terminal.ensure_newline()
+                terminal.write_line(line)
+        for test_id in self._rows.rows:
+            self._against.set_pairs(test_id, self._rows.pairs(test_id))
+        return result

@@ -18,15 +18,14 @@ from shardmark.meter.callers import Callers, callers
 from shardmark.meter.measure_case import NEAR, blocks_at_peak, measure
 from shardmark.meter.memory import Memory
 from shardmark.meter.over_budget import Held
-from shardmark.meter.plan import Identity, Measured, Plan, Rounds
+from shardmark.meter.plan import Identity, Plan, Rounds
 from shardmark.plugin.admission import Admission, copies
-from shardmark.plugin.fresh import in_fresh_processes
 from shardmark.plugin.recorder import Rates
 from shardmark.predict.entry import predicted_time_entry
 from shardmark.predict.simulation.rates import WITHIN
 from shardmark.predict.worlds import SimulatedWorlds
 from shardmark.ranks.deadline import within
-from shardmark.ranks.world import World, Worlds
+from shardmark.ranks.world import World
 from shardmark.rows.fill import memory_entry, new_row
 from shardmark.rows.observers import Observer, Profile
 from shardmark.rows.row import Memory as MemoryPart
@@ -35,7 +34,6 @@ from shardmark.rows.row import Work as WorkPart
 from shardmark.verdict import budget
 from shardmark.verdict.betting import SHOWN_CONFIDENCE, fewest_rounds
 from shardmark.verdict.budget import MEMORY_SLACK, MIB, Limits, MemoryBudget
-from shardmark.verdict.slowdown import Gate
 
 T = TypeVar("T")
 
@@ -116,9 +114,7 @@ class Measure(Admission):
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=self.deadline)
         )
-        again, gate = list[list[Measured]](), self._gate(plan)
-        if gate is not None and isinstance(session.worlds, Worlds):
-            again = in_fresh_processes(plan, gate, self._confidence(race), session.worlds, self.deadline)
+        again = self._in_fresh_processes(plan, race, self._case_key(identity, step), self.deadline)
 
         def at_peak() -> list[Held]:
             held = session.worlds.get(world_size).run(blocks_at_peak, plan, deadline=self.deadline)
@@ -230,13 +226,6 @@ class Measure(Admission):
         if self._benchmark.disabled or not (ratios or seconds):
             return None
         return Limits(self._confidence(race), ratios, tuple(seconds))
-
-    def _gate(self, plan: Plan) -> Gate | None:
-        """The comparisons with earlier runs that fresh processes are to decide; None without any."""
-        against = self._session.against
-        if against is None or self._benchmark.disabled:
-            return None
-        return against.gate(self._benchmark.fullname, None if plan.peer is None else plan.peer.name)
 
     def _peer(self, implementation: Implementation, race: Race | None) -> Implementation | None:
         """The implementation of the race, if it is another one and runs here."""

@@ -17,8 +17,10 @@ from shardmark.api.work import Work
 from shardmark.meter.callers import Callers
 from shardmark.meter.disturbances import WAITED, in_words
 from shardmark.meter.over_budget import Held, excess_lines
-from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
+from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured, Plan
+from shardmark.plugin.fresh import Fresh
 from shardmark.plugin.grown import lines_of
+from shardmark.ranks.world import Worlds
 from shardmark.report.outcomes import LEFT_OPEN
 from shardmark.rows.atomic_json import dumped
 from shardmark.rows.case_times import CaseKey
@@ -135,7 +137,7 @@ class Recorder:
         if "not_done" in row["limit"]:
             verdicts.append((FAIL, row["limit"]["not_done"]))
         if session.against is not None:
-            verdicts += session.against.judge(self._benchmark.fullname, row, compared)
+            verdicts += session.against.judge(self._benchmark.fullname, row)
         try:
             verdicts += beside_ref(row)
         except BaseException:  # of this version, or the user's Ctrl-C: what was measured stays
@@ -183,6 +185,19 @@ class Recorder:
         if complaints[UNDECIDED]:
             machine = in_words(row["time"]["machine"])
             self._item.stash[LEFT_OPEN] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)
+
+    def _in_fresh_processes(self, plan: Plan, race: Race | None, key: CaseKey, deadline: float) -> list[list[Measured]]:
+        """Time the case in fresh processes, where a comparison with an earlier run, or a new baseline, needs them."""
+        against, worlds, test_id = self._session.against, self._session.worlds, self._benchmark.fullname
+        if against is None or self._benchmark.disabled or not isinstance(worlds, Worlds):
+            return []
+        fresh = Fresh(plan, self._confidence(race), deadline)
+        if against.new is not None:
+            self._session.baseline_rows.rows[test_id] = fresh, key, None if race is None else race.peer
+            fresh.add_process(worlds)
+        elif gate := against.gate(test_id, None if plan.peer is None else plan.peer.name):
+            fresh.decide(gate, worlds)
+        return fresh.processes[:]
 
     def _case_key(self, identity: Identity, step: str | None) -> CaseKey:
         """Where the times of the case are kept; `step` names the workload, by default it is the test's question."""

@@ -16,6 +16,7 @@ from shardmark.meter.hardware import Hardware, of_this_machine
 from shardmark.meter.roofline import Roofline, attainable_flops, measure_roofline
 from shardmark.meter.trace import TraceFolder
 from shardmark.plugin import comparing, options
+from shardmark.plugin.fresh import BaselineRows
 from shardmark.predict.own_model import check
 from shardmark.predict.worlds import SimulatedWorlds
 from shardmark.ranks import torchrun
@@ -89,6 +90,8 @@ class Session:
         self.worlds: Worlds | torchrun.TorchrunWorlds | SimulatedWorlds = Worlds(self.device, self.link)
         if self.simulated:
             self.worlds = SimulatedWorlds(self.simulated.hardware, self.link)
+        self.baseline_rows = BaselineRows(self.times)
+        """The cases that --update-baseline times again at the end."""
         # Opened last: what is open must be closed where a later option is bad.
         self.rows = RowFile(config, self.ending, self._said, writes=not comparing.is_helping())
         try:

@@ -47,7 +47,7 @@ def share_the_devices(config: pytest.Config, devices: int) -> None:
     """Start a worker for each device, if there are several and anything is measured; not where rows are compared with
     older ones, which one process does."""
     option = config.option
-    compares = option.against is not None or option.against_ref is not None
+    compares = bool(option.against) or option.against_ref is not None
     if devices > 1 and may_have_workers(config) and not (option.benchmark_disable or option.benchmark_skip or compares):
         option.numprocesses, option.dist = devices, "load"
         config.pluginmanager.register(Controller(config), "shardmark controller")

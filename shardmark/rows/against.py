@@ -14,18 +14,20 @@ from typing import Any
 
 import pytest
 
+from shardmark.rows.change_in_time import share
 from shardmark.rows.comparison import Compared
 from shardmark.rows.earlier import EarlierRun
 from shardmark.rows.new_baseline import NewBaseline
+from shardmark.rows.pairs import pairs_entry
 from shardmark.rows.reader import RunFileError
 from shardmark.rows.row import Row
 from shardmark.rows.writer import RowFile
 from shardmark.text import printable
 from shardmark.verdict.accept import Accepted
-from shardmark.verdict.slowdown import LARGEST, Gate, Paired
+from shardmark.verdict.slowdown import LARGEST, Gate, Paired, slowdown
 
-WIDEST = 0.02
-"""Largest half-width of the intervals that --update-baseline measures for; wider ones are named."""
+WIDEST = 0.1
+"""Rows of a new baseline are named where a larger slowdown could not be told from noise."""
 
 
 class Against:
@@ -72,8 +74,6 @@ class Against:
 
     def gate(self, test_id: str, peer: str | None) -> Gate | None:
         """The comparisons in time that the test's rounds must decide; None if there are none."""
-        if self.new is not None:
-            return Gate(widest=WIDEST)
         before = tuple(pair for run in self.runs for pair in run.pairs(test_id, peer).items() if pair[1].processes)
         return Gate(before, self.largest) if before else None
 
@@ -91,17 +91,20 @@ class Against:
         old = [row for run in self.runs if run.other_machine is None and (row := run.row(test_id)) is not None]
         return any(row.pairs for row in old)
 
-    def judge(self, test_id: str, row: Row, pairs: Mapping[str, Paired]) -> list[tuple[str, str]]:
+    def judge(self, test_id: str, row: Row) -> list[tuple[str, str]]:
         """Compare a row with its earlier ones: (verdict, text) of each figure; none with `--update-baseline`."""
         found = []
         for i, run in enumerate(self.runs):
             found += run.judge(test_id, row, self.runs[i + 1 :])
-        if self.new is None:
-            return found
-        widest = max((each.half_width for each in pairs.values()), default=0.0)
+        return found if self.new is None else []
+
+    def set_pairs(self, test_id: str, pairs: Mapping[str, Paired]) -> None:
+        """Replace the pairs of a row of the new baseline; note if they are wide."""
+        assert self.new is not None
+        self.new.pairs[test_id] = {name: pairs_entry(each) for name, each in pairs.items()}
+        widest = max((slowdown(each, each).uncertainty for each in pairs.values()), default=0.0)
         if widest > WIDEST:
             self._wide[test_id] = widest
-        return []
 
     def compared(self) -> list[Compared]:
         """The comparisons, for the report, that with the latest run first."""
@@ -112,7 +115,7 @@ class Against:
             return [f"against: {self.name}, which this run is to write"]
         return [line for run in self.runs for line in run.header(config.get_terminal_writer())]
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self) -> Generator[None, Any, Any]:
         """Note that the run is complete: an interrupted one, or one that `-x` ends, raises here."""
         result = yield
@@ -136,8 +139,8 @@ class Against:
             if not self.runs:
                 terminalreporter.section(f"against {self.name}", sep="-")
             for test_id, width in self._wide.items():
-                line = f"  {test_id}: ±{width:.1%}" if width < 10 else f"  {test_id}: too few pairs for an interval"
-                terminalreporter.write_line(printable(f"{line}, wider than ±{WIDEST:.0%}"), yellow=True)
+                line = f"  {test_id}: slowdowns up to {share(width)} cannot be found beside this row"
+                terminalreporter.write_line(printable(line), yellow=True)
             terminalreporter.write_line(printable(f"{self.name} {self.new.outcome}"), yellow=not self.new.written)
 
 

@@ -51,7 +51,7 @@ class CaseTimes:
     def add(self, case: CaseKey, name: str, peer: str, pairs: Sequence[Pairs]) -> None:
         """Keep rounds of a pair that fresh processes timed."""
         if pairs:
-            self._cases[case].fresh[name, peer] = list(pairs)
+            self._cases[case].fresh.setdefault((name, peer), []).extend(pairs)
 
     def fresh(self, case: CaseKey, name: str, peer: str) -> list[Pairs]:
         """The rounds of fresh processes in which these two were timed, in seconds; empty if there were none."""

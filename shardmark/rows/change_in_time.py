@@ -28,6 +28,8 @@ def changes_in_time(baseline: BaselineRow, row: Row, baseline_name: str, largest
     if baseline.link != row["link"]:
         return "on another link"
     now = pairs_of(row["time"])
+    if not now:
+        return "not timed beside a peer or the load"
     if PEER in now and baseline.peer != row["time"].get("peer"):
         del now[PEER]
     found: list[Change] = []
@@ -42,11 +44,7 @@ def changes_in_time(baseline: BaselineRow, row: Row, baseline_name: str, largest
             if found and change.verdict == UNDECIDED:  # the peer has decided; only a slowdown that it shares is open
                 change = replace(change, verdict=PASS)
             found.append(change)
-    if found:
-        return found
-    return (
-        "not timed beside a peer or the load" if not now else f"with no other step of {baseline_name} to stand beside"
-    )
+    return found or f"with no other step of {baseline_name} to stand beside"
 
 
 def change_of(found: Slowdown, name: str, largest: float, than: str, stalls: str = "") -> Change:

@@ -9,6 +9,7 @@ from shardmark.rows.atomic_json import Entry, GrowingFile, dumped
 from shardmark.rows.change import number_of_rows
 from shardmark.rows.earlier import EarlierRun
 from shardmark.rows.reader import LISTS
+from shardmark.rows.row import Pairs
 from shardmark.rows.writer import RowFile
 
 
@@ -22,6 +23,8 @@ class NewBaseline:
         self.exists = self._file.path.exists()
         self.complete = False
         """Whether every collected test has run."""
+        self.pairs: dict[str, dict[str, Pairs]] = {}
+        """The paired steps of rows that were timed again, by their tests' full names."""
         self.written = False
         self.outcome = "is as it was"
         """The last line, which says whether the file was replaced."""
@@ -45,6 +48,9 @@ class NewBaseline:
             try:
                 output = self._rows.output()
                 new = len(output["benchmarks"])
+                for entry in output["benchmarks"]:
+                    if entry["fullname"] in self.pairs:
+                        entry["extra_info"]["time"]["pairs"] = self.pairs[entry["fullname"]]
                 for run in earlier:
                     _keep_rows_of_other_tests(output, run)
                 self._file.replace(dumped(output, indent=4))

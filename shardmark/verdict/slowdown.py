@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 import numpy as np
 
@@ -56,16 +56,11 @@ class Paired:
     mean: float
     """The quotient of the mean steps."""
     mean_error: float
-    """Two standard errors of `mean`."""
+    """Two standard errors of `mean`; by the processes' means where these differ more."""
     processes: tuple[float, ...]
     """The median ratio in each fresh process; empty where the pairs are of the run's own process, which other cases
     have used."""
     pairs: int
-
-    @property
-    def half_width(self) -> float:
-        """Half of the interval's width, as a share; infinity while an end is unknown."""
-        return math.sqrt(self.ratio.high / self.ratio.low) - 1 if self.ratio.ends else math.inf
 
 
 @dataclass(frozen=True)
@@ -93,18 +88,26 @@ class Slowdown:
             return max(0.0, max([*bounds, self.high]) - 1)
         return max(0.0, max(bounds) * (1 + UNSTEADY) - 1)
 
+    @property
+    def uncertainty(self) -> float:
+        """How far the bounds lie above the ratio itself, as a share."""
+        return (1 + self.not_excluded) / self.ratio.center - 1
+
     def shown(self, effect: float = SMALLEST_EFFECT) -> bool:
-        """Whether the pairs show a median or a mean beyond that effect, whatever the processes: the mean by four
-        standard errors."""
-        return self.ratio.low > 1 + effect or self.mean - 2 * self.mean_error > 1 + effect
+        """Whether the pairs show a median or a mean beyond that effect, whatever the processes."""
+        return self.ratio.low > 1 + effect or self._in_mean(effect)
+
+    def _in_mean(self, effect: float) -> bool:
+        """Whether the mean is beyond that effect by four standard errors."""
+        return self.mean - 2 * self.mean_error > 1 + effect
 
     def verdict(self, largest: float = LARGEST, effect: float = SMALLEST_EFFECT) -> str:
         """FAIL for a slowdown beyond `effect`, shown in three fresh processes, or beyond UNSTEADY in the run's own;
         PASS if none of over `largest` is left possible; else UNDECIDED."""
         if not self.processes:
             return FAIL if self.shown(max(effect, UNSTEADY)) else PASS if self.not_excluded <= largest else UNDECIDED
-        by_process = self.processes >= FEWEST_PROCESSES and self.low > 1 and self.least > 1 + effect / 2
-        if self.shown(effect) and by_process:
+        by_process = self.low > 1 and self.least > 1 + effect / 2
+        if self.processes >= FEWEST_PROCESSES and (self._in_mean(effect) or (self.shown(effect) and by_process)):
             return FAIL
         return PASS if self.not_excluded <= largest and not self.shown(effect) else UNDECIDED
 
@@ -125,6 +128,9 @@ def paired(processes: Sequence[Pairs], confidence: float, fresh: bool = True) ->
     mean = float(seconds.sum() / peer_seconds.sum())
     residuals = (seconds - mean * peer_seconds) / peer_seconds.mean()
     error = 2 * float(residuals.std(ddof=1)) / math.sqrt(len(seconds)) if len(seconds) > 1 else math.inf
+    if fresh and len(processes) >= FEWEST_PROCESSES:
+        means = [sum(mine) / sum(theirs) for mine, theirs in processes]
+        error = max(error, _T_95[min(len(means) - 1, len(_T_95)) - 1] * stdev(means) / math.sqrt(len(means)))
     ratios = [paired_ratios(*pairs) for pairs in processes]
     together = interval([ratio for each in ratios for ratio in each], confidence)
     return Paired(together, mean, error, tuple(median(each) for each in ratios) if fresh else (), len(seconds))
@@ -157,18 +163,13 @@ def slowdown(now: Paired, before: Paired | None = None) -> Slowdown:
 @dataclass(frozen=True)
 class Gate:
     """The comparisons that fresh processes are to decide: with earlier pairs, by the name of what a step was paired
-    with ("peer" or "load"); or, for a baseline, how narrow the intervals are to be."""
+    with ("peer" or "load")."""
 
-    before: tuple[tuple[str, Paired], ...] = ()
+    before: tuple[tuple[str, Paired], ...]
     largest: float = LARGEST
-    widest: float | None = None
-    """The largest half-width of a baseline's intervals, as a share."""
 
     def decided(self, now: Mapping[str, Paired]) -> bool:
-        """Whether the processes so far decide each comparison, or make a baseline."""
-        if self.widest is not None:
-            enough = all(len(each.processes) >= FEWEST_PROCESSES for each in now.values())
-            return enough and bool(now) and all(each.half_width <= self.widest for each in now.values())
+        """Whether the processes so far decide each comparison."""
         return all(
             judged(each, name, self.largest) != UNDECIDED or not (decides or each.shown(EFFECTS[name]))
             for each, name, decides in self._found(now)

@@ -77,9 +77,9 @@ def test_in_a_round_all_take_turns_and_the_two_that_are_compared_stand_together(
     kinds = ("step", "compute", "communicate")
     steps = [entry for entry in LOG[LOG.index("init theirs") :] if entry.startswith(kinds)]
     there = ["step mine", "compute mine", "communicate mine", "step theirs"]
-    counted = 2 * ["step mine"]
-    assert steps[:4] == there and steps[-2:] == counted  # first a warm-up
-    rounds = [steps[i : i + 5] for i in range(4, len(steps) - 2, 5)]
+    counted = 4 * ["step mine"]
+    assert steps[:4] == there and steps[-4:] == counted  # first a warm-up
+    rounds = [steps[i : i + 5] for i in range(4, len(steps) - 4, 5)]
     assert len(rounds) == 3
     for each in rounds:  # an untimed step of the second goes before the first
         assert sorted(each[:2]) == ["step mine", "step theirs"] and each[2] == each[0]

@@ -49,7 +49,7 @@ def test_the_step_ends_where_forward_does_if_it_says_so() -> None:
     """A backward under hooks may differ from one without them."""
     step = Logged()
     assert counted(step).saved_bytes == 2 * 16 * 4
-    assert step.log == 2 * ["forward", "backward"] + ["forward"]
+    assert step.log == 4 * ["forward", "backward"] + ["forward"]
 
 
 class Twice(nn.Sequential):

@@ -91,7 +91,7 @@ OLD = "--against=old.json"
 
 def test_the_same_code_is_the_same(steps: pytest.Pytester) -> None:
     result = again(steps, OLD)
-    result.assert_outcomes(passed=1)
+    assert result.ret == 0  # its time may be undecided
     result.stdout.fnmatch_lines(["counters: 1 row compared", "slower or larger: 0"])
 
 

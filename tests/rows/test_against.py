@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from shardmark.meter.plan import Plan
-from shardmark.rows.against import WIDEST
-from shardmark.verdict.slowdown import FEWEST_PAIRS, Gate
+from shardmark.verdict.slowdown import FEWEST_PAIRS
 from tests.support.planted_rows import ALL_REDUCES, figures, run
 from tests.support.planted_rows import planted as planted
 from tests.support.project import run_project
@@ -53,7 +52,7 @@ def test_the_same_again_is_nothing_worse(planted: pytest.Pytester, old: Path) ->
 WORSE: dict[str, tuple[dict[str, Any], str]] = {
     "twice the time": (
         {"ratio": 2.0},
-        "2.000x the time in old.json, beside theirs, * interval [[]1.9??, 2.0??[]], mean 2.000 ± 0.00?",
+        "2.000x the time in old.json, beside theirs, * interval [[]1.*, 2.*[]], mean 2.000 ± 0.00?, 3 processes",
     ),
     "a byte of tensors": ({"tensors": 4001}, "4,001 bytes of tensors at the peak, 4,000 in old.json (+1, +0.025%)"),
     "workspace": ({"workspace": 1051}, "1,051 bytes of workspace at the peak, 1,000 in old.json (+51, +5.1%)"),
@@ -154,7 +153,6 @@ def test_noise_leaves_a_row_undecided(planted: pytest.Pytester, old: Path) -> No
     result.stdout.fnmatch_lines(
         [
             "undecided: mine a: *x the time in old.json, beside theirs, *",
-            "*slowdowns up to *% are not excluded*",
             "time: 2 rows compared, 1 undecided",
             "slowdowns over 5% are excluded in 1 row; up to *% are not in 1",
         ]
@@ -177,7 +175,7 @@ def test_unlike_rows_are_not_compared_and_counted(name: str, planted: pytest.Pyt
 
 
 def test_a_ratio_of_too_few_rounds_excludes_nothing(planted: pytest.Pytester) -> None:
-    run(planted, "--benchmark-json=old.json", a=figures(noise=[1.0] * 5))
+    run(planted, "--benchmark-json=old.json", a=figures(noise=[1.0] * 5, fresh=False))
     result = run(planted, *OLD, "-v", a=figures())
     assert result.parseoutcomes() == {"undecided": 1}
     result.stdout.fnmatch_lines(["slowdowns over 5% are excluded in 0 rows; up to any size are not in 1"])
@@ -212,9 +210,6 @@ def test_a_row_is_measured_as_comparing_it_needs(project: pytest.Pytester, monke
     second, _ = run_project(project, "--scale=smoke", "-k", "rounds", *OLD)
     second.assert_outcomes(failed=1)
     second.stdout.fnmatch_lines(["*x the time in old.json, beside slow, *", "slower or larger: [12]"])
-    gates = [plan.limits and plan.limits.gate for plan in plans]
-    assert [gate and gate.widest for gate in gates] == [WIDEST, None]
-    assert [name for name, _ in (gates[1] or Gate()).before] == ["peer", "load"]
     assert [plan.tensors_before for plan in plans] == [None, 4000]
 
 

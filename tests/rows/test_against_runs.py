@@ -58,9 +58,10 @@ def test_a_slowdown_that_the_peer_shares_is_seen_beside_the_load(planted: pytest
 
 def test_a_busy_run_fails_nothing_in_time(planted: pytest.Pytester) -> None:
     run(planted, "--benchmark-json=old.json", a=figures(waited=0.2))
-    result = run(planted, "--against=old.json", a=figures(ratio=2.0))
+    result = run(planted, "--against=old.json", "--benchmark-json=new.json", a=figures(ratio=2.0))
     assert result.parseoutcomes() == {"undecided": 1}
-    result.stdout.fnmatch_lines(["*not judged, as one of the runs waited for cores*"])
+    (entry,) = json.loads(Path("new.json").read_text())["benchmarks"]
+    assert "not judged, as one of the runs waited for cores" in entry["extra_info"]["why"]
 
 
 def test_rows_that_are_not_guarded_are_named_at_the_start(planted: pytest.Pytester) -> None:

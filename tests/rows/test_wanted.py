@@ -31,7 +31,7 @@ def test_a_wanted_increase_passes_and_is_listed_with_its_reason(gated: pytest.Py
     result = run(gated, *GATE, "--report=out.md", a=figures(tensors=4400), b=figures())
     result.assert_outcomes(passed=2)
     assert result.ret == 0
-    grown = "4,400 bytes of tensors at the peak, 4,000 in old.json; accepted: a mask"
+    grown = "4,400 bytes of tensors at the peak, 4,000 in old.json (*); accepted: a mask"
     result.stdout.fnmatch_lines(
         ["slower or larger: 0", "accepted: 1", f"  test_planted.py::test_row[[]a[]]: {grown}", "faster or smaller: 0"]
     )
@@ -43,7 +43,7 @@ def test_a_wanted_increase_passes_and_is_listed_with_its_reason(gated: pytest.Py
 def test_more_than_is_wanted_or_another_row_fails(gated: pytest.Pytester) -> None:
     result = run(gated, *GATE, a=figures(tensors=4401), b=figures(tensors=4001, counters={"operators": 11}))
     result.assert_outcomes(failed=2)
-    more = "4,401 bytes of tensors at the peak, 4,000 in old.json; more than the accepted 1.1x"
+    more = "4,401 bytes of tensors at the peak, 4,000 in old.json (*); more than the accepted 1.1x"
     result.stdout.fnmatch_lines(["slower or larger: 3", f"*: {more}", "*: 4,001 bytes *", "*: 11 op*", "accepted: 0"])
 
 
@@ -117,7 +117,7 @@ def test_beside_another_version_too(project: pytest.Pytester, grown: Path) -> No
     grown.write_text(LARGER)
     result, output = run_project(project, *CHOSEN, "--report=out.md")
     assert result.ret == 0 and output["benchmarks"][0]["extra_info"]["verdict"] != "fail"
-    result.stdout.fnmatch_lines(["accepted: 1", "*4,004 bytes *, 4,000 in before; accepted: a spare number"])
+    result.stdout.fnmatch_lines(["accepted: 1", "*4,004 bytes *, 4,000 in before (*); accepted: a spare number"])
     text = Path("out.md").read_text().splitlines()
     commit_of = output["benchmarks"][0]["extra_info"]["ref"]["commit"][:10]
     assert text[2].startswith(f"**Nothing slower or larger than before ({commit_of}): 1 row compared in time, memory")
