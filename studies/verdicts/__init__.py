@@ -1,10 +1,9 @@
-"""How often noise decides a time verdict, and how small a slowdown is found: measured with real processes.
+"""How well the gate finds slowdowns, studied through the commands that people type.
 
-    python -m studies.verdicts record --minutes 10    # steps' times one after another, to be judged again and again
-    python -m studies.verdicts live --minutes 30      # judge equal and slower steps beside a neighbour
-    python -m studies.verdicts smoke --minutes 20     # whole runs at smoke scale beside a neighbour
-    python -m studies.verdicts report                 # docs/verdicts.md and its plot
+    python -m studies.verdicts runs --minutes 30    # judge equal and slower versions, beside a neighbour or none
+    python -m studies.verdicts planted              # ten changes, and what the gate prints of each
+    python -m studies.verdicts report               # docs/verdicts.md
 
-`tox -e verdicts` does all four, and records in real time too (`chrt --rr 1`) where that is permitted. New measurements
-are added to those in docs/verdicts/.
+`runs` adds a line to docs/verdicts/runs.jsonl for each run of pytest: fresh processes, in a repository made for it.
+`planted` writes docs/verdicts/planted.txt.
 """

@@ -1,34 +1,41 @@
-"""The study of verdicts (studies/verdicts): its steps, its neighbours, and its judgements of recordings."""
+"""The study of verdicts (studies/verdicts): its step, its neighbours and its page."""
 
 import json
 import multiprocessing
-import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shardmark.verdict.betting import FAIL, PASS
-from studies.verdicts import summary
+from shardmark.verdict.betting import FAIL, PASS, UNDECIDED
+from studies.verdicts import report
 from studies.verdicts.neighbours import NEIGHBOURS, neighbours
-from studies.verdicts.steps import PEER, REPETITIONS, SLOWER, Repeated, Steps
+from studies.verdicts.planted import changes
+from studies.verdicts.project import Step, change, make
+from studies.verdicts.runs import STALL, changed, pytest_run
+
+BEFORE = Step(repeated=20, peer=20)
 
 
-@pytest.mark.parametrize("slower", REPETITIONS)
-def test_one_step_does_a_known_share_more(slower: int) -> None:
-    mine, peers = (Repeated(each, Steps(slower, width=8), "cpu").repetitions for each in (SLOWER, PEER))
-    assert 100 * (mine / peers - 1) == pytest.approx(slower, abs=0.04)
+@pytest.mark.parametrize(("slower", "products"), [(0, 20), (5, 21), (10, 22)])
+def test_a_slower_step_does_a_known_share_more(slower: int, products: int) -> None:
+    assert changed(BEFORE, slower) == replace(BEFORE, repeated=products)
 
 
-@pytest.mark.parametrize(("slower", "verdict"), [(0.0, PASS), (0.05, FAIL)])
-def test_a_recording_is_judged_by_the_share_that_is_added(slower: float, verdict: str) -> None:
-    generator = random.Random(0)
-    series = [0.02 * generator.uniform(0.97, 1.03) for _ in range(2000)]
-    judged, seconds = summary.replayed(series, slower, generator)
-    assert judged == verdict and 0 < seconds < 30
+def test_stalls_leave_the_median_as_it_was() -> None:
+    assert changed(BEFORE, STALL) == replace(BEFORE, stall_every=20)
 
 
-def test_a_recording_that_ends_is_undecided() -> None:
-    assert summary.replayed([0.02] * 20, 0.05, random.Random(0))[0] == "undecided"
+def test_each_planted_change_is_another() -> None:
+    assert len({step for _, step, _ in changes(BEFORE)}) == len(list(changes(BEFORE))) == 9
+
+
+@pytest.mark.sweep
+def test_the_project_finds_one_more_collective_and_one_more_copy(tmp_path: Path) -> None:
+    make(tmp_path, BEFORE)
+    change(tmp_path, replace(BEFORE, collectives=5, copies=2))
+    status, said, _ = pytest_run(tmp_path, "--against-ref=before", "-k", "mine and 2ranks")
+    assert status == 1 and "5 collectives, 4 in before" in said and "1 more: aten::clone" in said
 
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
@@ -40,17 +47,20 @@ def test_neighbours_end_with_their_block(name: str) -> None:
 
 
 def test_the_page_counts_what_was_judged(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="requirements-docs.txt")
     folder = tmp_path / "verdicts"
     folder.mkdir()
-    judged = {"neighbour": "busy", "ranks": 1, "scheduling": "", "slower": 0, "verdict": FAIL, "seconds": 1.0}
-    lines = [judged, judged | {"verdict": PASS}, judged | {"slower": 3, "scheduling": "SCHED_RR"}]
-    (folder / "judgements.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    summary.write(folder)
+    ran = {"step": 5, "ranks": 1, "neighbour": "none", "real_time": False, "seconds": 20.0, "processes": [1.0, 1.01, 1]}
+    lines = [
+        ran | {"slower": 0, "verdict": PASS},
+        ran | {"slower": 0, "verdict": UNDECIDED, "seconds": 60.0},
+        ran | {"slower": 5, "verdict": FAIL, "neighbour": "busy"},
+        ran | {"slower": STALL, "verdict": UNDECIDED, "ranks": 2, "real_time": True},
+    ]
+    (folder / "runs.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    report.write(folder)
     page = (tmp_path / "verdicts.md").read_text()
-    assert "1 of 2 judgements of equal steps failed." in page
-    in_turns, _, in_real_time = page.partition("One rank in real time:")
-    assert "One rank:" in in_turns and "2 ranks" not in page
-    assert "| busy | 0% | 2 | 50.0% | 0.0% | 50.0% | 1 | 1 |" in in_turns
-    assert "| busy | 3% | 1 | 100.0% | 0.0% | 0.0% | 1 | 1 |" in in_real_time
-    assert (tmp_path / "verdicts.svg").exists()
+    assert "0 of 2 runs of equal versions failed." in page
+    assert "| 0% | none | 5 | 2 | 0 | 1 | 1 | 40 | 60 |" in page
+    assert "| 5% | one or two | 5 | 1 | 1 | 0 | 0 | 20 | 20 |" in page
+    assert f"2 ranks, --real-time:\n\n{page.partition('--real-time:')[2].strip().splitlines()[0]}" in page
+    assert "| 5 | 1 | none | 2 | 6 | 0.57% to 0.57% |" in page

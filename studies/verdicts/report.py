@@ -1,0 +1,137 @@
+"""docs/verdicts.md, from the runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median, stdev
+from typing import Any
+
+from shardmark.verdict.betting import FAIL, PASS, UNDECIDED
+from shardmark.verdict.slowdown import paired, slowdown
+from studies.verdicts.runs import STALL
+
+REPLAYS = 300
+"""Runs that are replayed, of as many rows as ROWS."""
+ROWS = 100
+PROCESSES = (3, 5, 8, 12)
+
+Run = dict[str, Any]
+
+
+def write(folder: Path) -> None:
+    """Write the page beside the folder."""
+    runs = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    equal = [run for run in runs if run["slower"] == 0]
+    folder.with_suffix(".md").write_text(
+        PAGE.format(
+            count=len(runs),
+            tables="\n\n".join(_tables(runs)),
+            alarms=_alarms(equal),
+            spread=_spread(equal),
+            seconds=f"{median(run['seconds'] for run in runs):.0f}",
+        )
+    )
+
+
+def _tables(runs: Sequence[Run]) -> Iterable[str]:
+    for real_time in (False, True):
+        for ranks in (1, 2):
+            found = [run for run in runs if (run["real_time"], run["ranks"]) == (real_time, ranks)]
+            if found:
+                title = f"{ranks} rank{'s' * (ranks > 1)}{', --real-time' * real_time}"
+                yield f"{title}:\n\n{_table(found)}"
+
+
+def _table(runs: Sequence[Run]) -> str:
+    groups: dict[tuple[str, str, int], list[Run]] = defaultdict(list)
+    for run in runs:
+        slower = run["slower"] if isinstance(run["slower"], str) else f"{run['slower']}%"
+        where = "none" if run["neighbour"] == "none" else "one or two"
+        groups[slower, where, run["step"]].append(run)
+    order = ["0%", "5%", "10%", STALL]
+    lines = [
+        "| slower by | neighbours | step ms | runs | fail | undecided | pass | median s | most s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (slower, where, step), found in sorted(groups.items(), key=lambda each: (order.index(each[0][0]), each[0][1:])):
+        counts = [sum(run["verdict"] == verdict for run in found) for verdict in (FAIL, UNDECIDED, PASS)]
+        seconds = [run["seconds"] for run in found]
+        cells = (slower, where, step, len(found), *counts, f"{median(seconds):.0f}", f"{max(seconds):.0f}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _alarms(equal: Sequence[Run]) -> str:
+    """False alarms among the equal versions, and among replays of their processes."""
+    failed = sum(run["verdict"] == FAIL for run in equal)
+    bound = f" With 95% confidence that is less than 1 in {len(equal) / 3:.0f}." if equal and not failed else ""
+    generator, wrong, rows = random.Random(0), 0, 0
+    logs = [[math.log(ratio) for ratio in run["processes"]] for run in equal if len(run["processes"]) >= PROCESSES[0]]
+    for _ in range(REPLAYS * ROWS if logs else 0):
+        # Equal versions: which of the two is the new one is a coin's choice, process by process.
+        chosen = generator.choice(logs)
+        signed = [generator.choice((-1, 1)) * generator.choice(chosen) for _ in range(generator.choice(PROCESSES))]
+        rows += 1
+        wrong += _would_fail(signed)
+    replayed = (
+        f" Replays of their {sum(map(len, logs))} pairs of processes, by a coin for each pair that chooses the newer"
+        f" version, as {REPLAYS} runs of {ROWS} rows: {wrong} of {rows:,} rows failed by the rules on processes alone."
+    )
+    return f"{failed} of {len(equal)} runs of equal versions failed.{bound}{replayed if rows else ''}"
+
+
+def _would_fail(logs: Sequence[float]) -> bool:
+    """Whether the processes' medians alone allow a failure: see `Slowdown.verdict`."""
+    ratios = [math.exp(each) for each in logs]
+    found = paired([([ratio] * 34, [1.0] * 34) for ratio in ratios], 0.9999)
+    return slowdown(found).verdict() == FAIL
+
+
+def _spread(equal: Sequence[Run]) -> str:
+    """The standard deviation of equal versions' ratios between processes, by the length of the step."""
+    lines = [
+        "| step ms | ranks | neighbours | runs | pairs of processes | spread between them |",
+        "|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[int, int, str], list[Run]] = defaultdict(list)
+    for run in equal:
+        groups[run["step"], run["ranks"], "none" if run["neighbour"] == "none" else "one or two"].append(run)
+    for key, found in sorted(groups.items()):
+        spreads = [stdev(math.log(ratio) for ratio in run["processes"]) for run in found if len(run["processes"]) > 1]
+        if spreads:
+            count = sum(len(run["processes"]) for run in found)
+            least, most = (f"{100 * each:.2g}%" for each in (min(spreads), max(spreads)))
+            shown = least if len(spreads) == 1 else f"{least} to {most}"
+            lines.append(f"| {' | '.join(map(str, (*key, len(found), count, shown)))} |")
+    return "\n".join(lines)
+
+
+PAGE = """# What the gate finds, and how often it errs
+
+Written by `python -m studies.verdicts report`. Each of the {count} runs is the command that people type, in fresh
+processes, in a repository made for it: `pytest --against-ref before`, with a step of products of matrices that does a
+known share more of them than the version before, or does three times as many every twentieth time (the mean is 10%
+longer, the median is not). On two ranks it also all-reduces gradients in four buckets. Two shared cores; neighbours
+are other processes: `busy`, on and off in turns; `drift`, busier and busier; `spikes`, two with short bursts. A run has
+{seconds} s in the median, with all that pytest does.
+
+{tables}
+
+A run that is undecided passes, and its last line says which slowdowns are not excluded; `--undecided fail` and
+`--largest-slowdown` fail it.
+
+## Equal versions
+
+{alarms}
+
+The standard deviation of the ratio between pairs of fresh processes of equal versions, in one run:
+
+{spread}
+
+[verdicts/planted.txt](verdicts/planted.txt) has ten planted changes and what the gate prints of each.
+"""

@@ -1,0 +1,99 @@
+"""Run the gate, as people do, on a step that is slower by a known share."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from studies.verdicts.neighbours import neighbours
+from studies.verdicts.project import NAME, Step, change, make
+
+STEPS_MS = (5, 40, 100)
+"""Lengths of a step, of one rank."""
+STALL = "stalls of 10%"
+SLOWER: tuple[int | str, ...] = (0, 5, 10, STALL)
+"""Percent by which a step is slower; or each twentieth step takes three times as long."""
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run: the length of the step in ms, the slowdown, the ranks, the neighbour and how the ranks are scheduled."""
+
+    step: int
+    slower: int | str
+    ranks: int
+    neighbour: str
+    real_time: bool = False
+
+
+def products_in(milliseconds: float) -> int:
+    """The number of products that take about so long on this machine; 20 at least."""
+    layer, inputs = torch.nn.Linear(96, 96, bias=False), torch.randn(96, 96)
+    torch.set_num_threads(1)
+    for _ in range(20):
+        layer(inputs).sum().backward()
+    began = time.perf_counter()
+    for _ in range(100):
+        layer(inputs).sum().backward()
+    return max(20, round(milliseconds / 1e3 / ((time.perf_counter() - began) / 100)))
+
+
+def changed(before: Step, slower: int | str) -> Step:
+    """The step after the change."""
+    if isinstance(slower, str):
+        return replace(before, stall_every=20)
+    return replace(before, repeated=round(before.repeated * (1 + slower / 100)))
+
+
+def pytest_run(folder: Path, *options: str) -> tuple[int, str, float]:
+    """Run the suite's command in the folder: (exit status, output, seconds)."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--device=cpu", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_PLUGINS": "shardmark.plugin"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    began = time.perf_counter()
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return ended.returncode, ended.stdout + ended.stderr, time.perf_counter() - began
+
+
+def judge(setting: Setting) -> dict[str, Any]:
+    """One run of `pytest --against-ref before`."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, products = Path(name), products_in(setting.step)
+        before = Step(repeated=products, peer=products)
+        make(folder, before)
+        change(folder, changed(before, setting.slower))
+        options = [f"--against-ref={NAME}", "-k", f"mine and {setting.ranks}ranks", "--benchmark-json=out.json"]
+        with neighbours(setting.neighbour, secrets.randbits(32)):
+            status, _, seconds = pytest_run(folder, *options, *(["--real-time"] if setting.real_time else []))
+        row = json.loads((folder / "out.json").read_text())["benchmarks"][0]["extra_info"]
+    pairs = row["ref"]["pairs"]
+    line = {name: pairs[name] for name in ("ratio", "interval", "mean", "mean_error", "processes", "count")}
+    verdict = "fail" if row["verdict"] == "fail" else "undecided" if row["verdict"] == "undecided" else "pass"
+    return {**vars(setting), "verdict": verdict, "status": status, "seconds": seconds, **line, "why": row["why"]}
+
+
+def run(file: Path, minutes: float, real_time: bool) -> None:
+    """Add runs of random settings to the file until the minutes are over; half of them beside no neighbour."""
+    until, generator = time.monotonic() + 60 * minutes, random.Random(secrets.randbits(64))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    while time.monotonic() < until:
+        neighbour = generator.choice(["none", "none", "none", "busy", "drift", "spikes"])
+        setting = Setting(
+            generator.choice(STEPS_MS), generator.choice(SLOWER), generator.choice([1, 1, 2]), neighbour, real_time
+        )
+        line = {name: each for name, each in judge(setting).items() if name != "why"}
+        with file.open("a") as lines:
+            lines.write(f"{json.dumps(line)}\n")
+        print(line, flush=True)
