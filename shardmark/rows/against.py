@@ -57,8 +57,8 @@ class Against:
         self.new = NewBaseline(paths[0], rows) if update else None
         """Opened before anything is measured, so that a file that cannot be written ends the run at once."""
         try:
-            files = [] if self.new is not None and not self.new.exists else _files(paths)
-            runs = [EarlierRun(path, rows, largest, accepted) for path in files]
+            opened = [] if self.new is not None and not self.new.exists else paths
+            runs = [run for path in opened for run in _runs(path, rows, largest, accepted)]
         except BaseException:
             self.close()
             raise
@@ -144,15 +144,17 @@ class Against:
             terminalreporter.write_line(printable(f"{self.name} {self.new.outcome}"), yellow=not self.new.written)
 
 
-def _files(paths: Sequence[Path]) -> list[Path]:
-    """The files, with those of each folder. RunFileError, in one line, for a folder without any."""
-    files: list[Path] = []
-    for path in paths:
-        inside = sorted(path.glob("*.json")) if _is_folder(path) else [path]
-        if not inside:
-            raise RunFileError(f"--against {path} has no .json files")
-        files += inside
-    return files
+def _runs(path: Path, rows: RowFile, largest: float, accepted: Accepted | None) -> list[EarlierRun]:
+    """The run of a file, or those of a folder. RunFileError, in one line, for a folder without runs."""
+    if not _is_folder(path):
+        return [EarlierRun(path, rows, largest, accepted)]
+    files = sorted(path.glob("*.json"))
+    if not files:
+        raise RunFileError(f"--against {path}: there are no .json files in it")
+    try:
+        return [EarlierRun(file, rows, largest, accepted) for file in files]
+    except RunFileError as error:
+        raise RunFileError(f"--against {path}: {str(error).removeprefix('--against ')}") from None
 
 
 def _is_folder(path: Path) -> bool:

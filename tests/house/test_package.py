@@ -14,7 +14,7 @@ from correctness.support.paths import ROOT
 from shardmark import __main__ as command
 from tests.support.runs import environment_of_a_run
 
-LARGEST = 2**20
+LARGEST = 5 * 2**18
 """Bytes of the wheel: text alone is less."""
 
 PROJECT = """

@@ -76,7 +76,7 @@ def test_an_empty_folder_is_one_line(planted: pytest.Pytester) -> None:
     (planted.path / "none").mkdir()
     result = run(planted, "--against=none", a=figures())
     assert result.ret == 4
-    result.stderr.fnmatch_lines(["ERROR: --against none has no .json files"])
+    result.stderr.fnmatch_lines(["ERROR: --against none: there are no .json files in it"])
 
 
 def test_one_file_alone_is_updated(planted: pytest.Pytester) -> None:
