@@ -15,7 +15,7 @@ import os
 import platform
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from shardmark.api.workload import Workload
 
@@ -67,9 +67,11 @@ def why_not_countable() -> str:
 def counting() -> Iterator[list[int]]:
     """File descriptors of a counter for each thread of this process; raises OSError where they cannot be counted."""
     with ExitStack() as opened:
-        counters = [_counter(int(thread)) for thread in os.listdir("/proc/self/task")]
-        for counter in counters:
-            opened.callback(os.close, counter)
+        counters = []
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # it has ended
+                counters.append(_counter(int(thread)))
+                opened.callback(os.close, counters[-1])
         yield counters
 
 

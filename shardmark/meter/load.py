@@ -12,7 +12,7 @@ from shardmark.api.workload import Mark
 
 _WIDTH = {"cpu": 192, "cuda": 1024}
 _PRODUCTS = 3
-_COPIED = {"cpu": 2**20, "cuda": 2**24}
+_COPIED = {"cpu": 2**20, "cuda": 2**22}
 """Floats of a copy."""
 _ITERATIONS = 4_000
 

@@ -1,7 +1,7 @@
 """Time a case in fresh processes, as a comparison with an earlier run needs them.
 
-A machine's caches and clock rates have moods that last for seconds to minutes, and processes that start right after
-each other share one. So what seems slower is timed again after pauses, and the rows of a new baseline are timed again
+A machine's caches and clock rates change within seconds to minutes, and processes that start right after each other
+meet the same. So what seems slower is timed again after pauses, and the rows of a new baseline are timed again
 once all tests have run.
 """
 
@@ -21,12 +21,16 @@ from shardmark.ranks.world import Worlds
 from shardmark.rows.against import Against
 from shardmark.rows.case_times import CaseKey, CaseTimes
 from shardmark.rows.pairs import NAMES, paired_with, sums
+from shardmark.text import printable
 from shardmark.verdict.slowdown import FEWEST_PAIRS, FEWEST_PROCESSES, Gate, Paired
 
 PATIENCE = 60.0
 """Seconds after which no further process is started."""
 PAUSE = 8.0
 """Seconds before a process that is to confirm a slowdown."""
+MOST_SECONDS = 30.0
+"""Seconds of a process's rounds from which on it has fewer of them."""
+STEPS_OF_A_ROUND = 3
 MOST_PROCESSES = 5
 """Most processes of a case in one run."""
 
@@ -38,6 +42,8 @@ class Fresh:
     plan: Plan
     confidence: float
     deadline: float
+    step: float
+    """Seconds of the step in the run's own process."""
     processes: list[list[Measured]] = field(default_factory=list)
 
     def pairs(self) -> dict[str, Paired]:
@@ -47,7 +53,8 @@ class Fresh:
     def add_process(self, worlds: Worlds) -> list[Measured]:
         """Time the case in a new process."""
         rounds = self.plan.rounds
-        least = max(rounds.minimum, math.ceil(FEWEST_PAIRS / FEWEST_PROCESSES))
+        affordable = int(MOST_SECONDS / max(STEPS_OF_A_ROUND * self.step, 1e-9))
+        least = max(rounds.minimum, min(math.ceil(FEWEST_PAIRS / FEWEST_PROCESSES), affordable))
         plan = replace(self.plan, limits=None, rounds=replace(rounds, minimum=least))
         with worlds.fresh(plan.world_size) as world:
             self.processes.append(world.run(time_again, plan, deadline=self.deadline))
@@ -74,10 +81,14 @@ class BaselineRows:
 
     def again(self, worlds: Worlds) -> Iterator[str]:
         """Time all cases again, pass by pass; says which."""
-        for number in range(2, FEWEST_PROCESSES + 1):
+        for number in range(2, FEWEST_PROCESSES + 1) if self.rows else ():
             yield f"timing each row again, in a fresh process: {number} of {FEWEST_PROCESSES}"
-            for fresh, key, _ in self.rows.values():
-                ranks, plan = fresh.add_process(worlds), fresh.plan
+            for test_id, (fresh, key, _) in self.rows.items():
+                try:
+                    ranks, plan = fresh.add_process(worlds), fresh.plan
+                except Exception as error:  # what was measured stays
+                    yield f"{test_id} has {len(fresh.processes)} processes: {next(iter(str(error).splitlines()), '')}"
+                    continue
                 if plan.peer is not None:
                     self.times.add(key, plan.implementation.name, plan.peer.name, paired_with(PEER, [ranks]))
 
@@ -105,7 +116,7 @@ class TimesAgain:
         for line in self._rows.again(self._worlds):
             if terminal is not None:
                 terminal.ensure_newline()
-                terminal.write_line(line)
+                terminal.write_line(printable(line))
         for test_id in self._rows.rows:
             self._against.set_pairs(test_id, self._rows.pairs(test_id))
         return result

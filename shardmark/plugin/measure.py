@@ -114,7 +114,7 @@ class Measure(Admission):
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=self.deadline)
         )
-        again = self._in_fresh_processes(plan, race, self._case_key(identity, step), self.deadline)
+        again = self._in_fresh_processes(plan, ranks, race, self._case_key(identity, step), self.deadline)
 
         def at_peak() -> list[Held]:
             held = session.worlds.get(world_size).run(blocks_at_peak, plan, deadline=self.deadline)

@@ -186,17 +186,23 @@ class Recorder:
             machine = in_words(row["time"]["machine"])
             self._item.stash[LEFT_OPEN] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)
 
-    def _in_fresh_processes(self, plan: Plan, race: Race | None, key: CaseKey, deadline: float) -> list[list[Measured]]:
+    def _in_fresh_processes(
+        self, plan: Plan, ranks: Sequence[Measured], race: Race | None, key: CaseKey, deadline: float
+    ) -> list[list[Measured]]:
         """Time the case in fresh processes, where a comparison with an earlier run, or a new baseline, needs them."""
         against, worlds, test_id = self._session.against, self._session.worlds, self._benchmark.fullname
         if against is None or self._benchmark.disabled or not isinstance(worlds, Worlds):
             return []
-        fresh = Fresh(plan, self._confidence(race), deadline)
-        if against.new is not None:
-            self._session.baseline_rows.rows[test_id] = fresh, key, None if race is None else race.peer
-            fresh.add_process(worlds)
-        elif gate := against.gate(test_id, None if plan.peer is None else plan.peer.name):
-            fresh.decide(gate, worlds)
+        fresh = Fresh(plan, self._confidence(race), deadline, median(step_seconds(ranks)))
+        try:
+            if against.new is not None:
+                fresh.add_process(worlds)
+                self._session.baseline_rows.rows[test_id] = fresh, key, None if race is None else race.peer
+            elif gate := against.gate(test_id, None if plan.peer is None else plan.peer.name):
+                fresh.decide(gate, worlds)
+        except Exception as error:  # the row is kept, with the pairs that there are
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            self._item.warn(pytest.PytestWarning(f"timed in {len(fresh.processes)} fresh processes: {line}"))
         return fresh.processes[:]
 
     def _case_key(self, identity: Identity, step: str | None) -> CaseKey:

@@ -176,7 +176,7 @@ class Session:
         older = self.against is not None and self.against.compares_time(item.nodeid)
         beside = (
             (self.against_ref is not None)
-            + 2 * older
+            + 2 * older * len(self.against.runs if self.against else ())
             + sum(  # an older row: beside its peer and the load
                 each.seconds is not None and each.matches(item.nodeid) for each in self.budgets
             )

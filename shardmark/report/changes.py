@@ -19,12 +19,13 @@ from shardmark.rows.change import (
     count_compared,
     number_of_rows,
 )
+from shardmark.rows.change_in_time import not_excluded
 from shardmark.rows.columns import Entry
 from shardmark.rows.comparison import Compared, compare
 from shardmark.rows.reader import entries_of
 from shardmark.text import number_of
 from shardmark.verdict.betting import FAIL, UNDECIDED
-from shardmark.verdict.budget import SMALLEST_EFFECT
+from shardmark.verdict.slowdown import LARGEST
 
 NAMED = 10
 """At most this many new or missing tests are named; the rest is counted."""
@@ -94,11 +95,8 @@ class Changes:
 
     def _not_excluded(self) -> str:
         """The largest slowdown that rows whose time is not worse leave possible; empty where none matters."""
-        by_row = []
-        for row in self.found.values():
-            found = [each.not_excluded for each in changes_in(row["time"]) if each.not_excluded is not None]
-            by_row += [min(found)] if found else []
-        open_rows = [share for share in by_row if share > SMALLEST_EFFECT]
+        by_row = [bound for row in self.found.values() if (bound := not_excluded(changes_in(row["time"]))) is not None]
+        open_rows = [bound for bound in by_row if bound > LARGEST]
         if not open_rows:
             return ""
         most = max(open_rows)

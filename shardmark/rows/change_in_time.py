@@ -38,10 +38,11 @@ def changes_in_time(baseline: BaselineRow, row: Row, baseline_name: str, largest
             beside = f"{row['time']['peer']}" if name == PEER else "the calibration load"
             text = f"the time in {baseline_name}, beside {beside}"
             stalls = row["time"].get("stalls", "")
-            change = change_of(slowdown(pairs, baseline.pairs[name]), name, largest, text, stalls)
+            shown = slowdown(pairs, baseline.pairs[name])
+            change = change_of(shown, name, largest, text, stalls)
             if change.verdict == FAIL and (baseline.waited or WAITED in row["time"].get("machine", {})):
                 change = replace(change, verdict=UNDECIDED, text=f"{change.text}; {BUSY}")
-            if found and change.verdict == UNDECIDED:  # the peer has decided; only a slowdown that it shares is open
+            if found and change.verdict == UNDECIDED and not shown.shown(EFFECTS[name]):  # the peer has decided
                 change = replace(change, verdict=PASS)
             found.append(change)
     return found or f"with no other step of {baseline_name} to stand beside"
@@ -76,9 +77,13 @@ def share(value: float) -> str:
 
 
 def not_excluded(changes: Sequence[Change]) -> float | None:
-    """The largest slowdown of a row that its time's changes leave possible; None without a change in time, and where
-    one is shown."""
-    if any(change.verdict == FAIL for change in changes):
+    """The largest slowdown of a row that its time's first change leaves possible: the one beside the peer, if there is
+    one. None without a change in time, and where a slowdown is shown."""
+    if not changes or any(change.verdict == FAIL for change in changes):
         return None
-    open_ = [change.not_excluded for change in changes if change.not_excluded is not None]
-    return min(open_) if open_ else None
+    return changes[0].not_excluded
+
+
+def shared_not_excluded(changes: Sequence[Change]) -> float | None:
+    """The largest slowdown that a step may share with its peer; None for a row without both changes."""
+    return changes[1].not_excluded if len(changes) > 1 else None

@@ -26,7 +26,7 @@ from shardmark.rows.change import (
 )
 from shardmark.rows.change_in_counters import changes_in_counters
 from shardmark.rows.change_in_memory import changes_in_memory
-from shardmark.rows.change_in_time import changes_in_time, not_excluded, share
+from shardmark.rows.change_in_time import changes_in_time, not_excluded, share, shared_not_excluded
 from shardmark.rows.row import Row
 from shardmark.rows.wanted import with_accepted
 from shardmark.text import printable
@@ -126,8 +126,11 @@ class Comparison:
         open_ = [bound for bound in found if bound > self._largest]
         if not found:
             return None
-        excluded = f"slowdowns over {share(self._largest)} are excluded in {number_of_rows(len(found) - len(open_))}"
-        return f"{excluded}; up to {share(max(open_))} are not in {len(open_)}" if open_ else excluded
+        text = f"slowdowns over {share(self._largest)} are excluded in {number_of_rows(len(found) - len(open_))}"
+        text += f"; up to {share(max(open_))} are not in {len(open_)}" if open_ else ""
+        changes = (changes_in(row["time"]) for row in self.rows.values())
+        shared = [bound for each in changes if (bound := shared_not_excluded(each)) is not None]
+        return f"{text}; shared with a peer, up to {share(max(shared))} are not" if shared else text
 
 
 def _told(change: Change, more: Callable[[Change], str]) -> Change:

@@ -17,7 +17,7 @@ from shardmark.rows.row import Row
 from shardmark.rows.writer import RowFile
 from shardmark.text import printable
 from shardmark.verdict.accept import Accepted
-from shardmark.verdict.slowdown import Paired
+from shardmark.verdict.slowdown import UNSTEADY, Paired
 
 NAMED = 3
 """At most this many rows that are not guarded in time are named at the start."""
@@ -62,14 +62,16 @@ class EarlierRun:
         return self.comparison.add(test_id, found, lambda change: self._by_run(test_id, old, change, later))
 
     def _by_run(self, test_id: str, old: BaselineRow, change: Change, later: Sequence[EarlierRun]) -> str:
-        """The figure in each later run and now; empty without later runs."""
-        series = []
+        """The figure in each later run and now; empty without later runs, and for a change without figures."""
+        series: list[str] = []
+        if change.now is None:
+            return ""
         for run in later:
             entries: dict[str, Any] = run.baseline.entries["benchmarks"]
             if test_id in entries:
                 then = compare(old, entries[test_id]["extra_info"], run.other_machine is None, self.name, self._largest)
                 figures = [each for kind in then.values() for each in changes_in(kind) if each.figure == change.figure]
-                series += [f"{each.now:,.4g}" for each in figures[:1]]
+                series += [f"{each.now:,.4g}" for each in figures[:1] if each.now is not None]
         return f"; by run: {', '.join([*series, f'now {change.now:,.4g}'])}" if series else ""
 
     def header(self, terminal: Any) -> Iterator[str]:
@@ -81,11 +83,15 @@ class EarlierRun:
         bare = [printable(test_id.rpartition("/")[2]) for test_id, row in rows.items() if not row.pairs]
         guarded = f"; not guarded in time: {len(bare)}, {', '.join(bare[:NAMED])}" if bare else ""
         yield f"against: {self.name}, {number_of_rows(len(rows))} of this machine{guarded}"
+        own = [row for row in rows.values() if row.pairs and not all(each.processes for each in row.pairs.values())]
+        if own:
+            what = f"{number_of_rows(len(own))} of {self.name} of no fresh processes (--update-baseline has them)"
+            yield f"against: {what}: slowdowns fail from {UNSTEADY:.0%} on"
 
     def write(self, terminal: pytest.TerminalReporter, collected: set[str], brief: bool) -> None:
         """Print the comparison; a brief one is a line where nothing is worse."""
-        if brief and not self.comparison.worse:
-            terminal.write_line(f"against {self.name}: nothing slower or larger")
+        if brief and self.comparison.rows and not self.comparison.worse and self.other_machine is None:
+            terminal.write_line(f"against {self.name}: slower or larger: 0")
             return
         terminal.section(f"against {self.name}", sep="-")
         if self.other_machine is not None:

@@ -25,7 +25,7 @@ def sums(fresh: Mapping[str, Sequence[Pairs]], own: Mapping[str, Pairs | None], 
     """The pairs of each name, summed up: those of fresh processes, else those of the run's own."""
     found = {name: paired(pairs, confidence) for name, pairs in fresh.items() if pairs}
     rest = {name: paired([pairs], confidence, fresh=False) for name, pairs in own.items() if pairs is not None}
-    return {name: (found | rest | found)[name] for name in NAMES if name in found or name in rest}
+    return {name: (rest | found)[name] for name in NAMES if name in found or name in rest}
 
 
 def pairs_entry(found: Paired) -> PairsEntry:
@@ -37,6 +37,7 @@ def pairs_entry(found: Paired) -> PairsEntry:
         "mean": found.mean,
         "mean_error": found.mean_error if math.isfinite(found.mean_error) else None,
         "processes": list(found.processes),
+        "means": list(found.means),
         "count": found.pairs,
     }
 
@@ -55,9 +56,10 @@ def read(entry: Mapping[str, Any]) -> Paired:
     ratio = Interval(number(entry["ratio"]), low, high, number(entry["confidence"]))
     error = math.inf if entry["mean_error"] is None else number(entry["mean_error"])
     processes = tuple(number(each) for each in entry["processes"])
-    if min([ratio.center, *processes]) <= 0:
+    means = tuple(number(each) for each in entry["means"])
+    if min([ratio.center, *processes, *means]) <= 0 or len(means) != len(processes):
         raise ValueError("no positive ratio of a pair")
-    return Paired(ratio, number(entry["mean"]), error, processes, int(number(entry["count"])))
+    return Paired(ratio, number(entry["mean"]), error, processes, means, int(number(entry["count"])))
 
 
 def number(value: Any) -> float:

@@ -144,6 +144,7 @@ class Pairs(TypedDict):
     mean: Annotated[Ratio, "Quotient of the mean steps."]
     mean_error: Annotated[Ratio | None, "Two standard errors of it; null for a single pair."]
     processes: Annotated[list[Ratio], "Median ratio in each fresh process; empty for the run's own process."]
+    means: Annotated[list[Ratio], "Quotient of the mean steps in each fresh process."]
     count: Annotated[Count, "Number of pairs."]
 
 

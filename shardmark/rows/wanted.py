@@ -7,6 +7,7 @@ from dataclasses import replace
 from shardmark.rows.change import Change, ChangesOrReason, RowComparison
 from shardmark.verdict.accept import Accepted
 from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, Interval
+from shardmark.verdict.budget import SMALLEST_EFFECT
 
 
 def with_accepted(test_id: str, row: RowComparison, accepted: Accepted) -> RowComparison:
@@ -27,6 +28,9 @@ def accept(change: Change, factor: float, why: str) -> Change:
     verdict = ratio.verdict(factor)
     if verdict == PASS and change.not_excluded is not None and 1 + change.not_excluded > factor:
         verdict = UNDECIDED
+    by_mean = change.interval is not None and change.interval.low <= 1 + SMALLEST_EFFECT
+    if verdict == UNDECIDED and change.verdict == FAIL and by_mean:
+        return replace(change, text=f"{change.text}; its mean is not within the accepted {factor:g}x")
     if verdict == PASS:
         return replace(change, verdict=PASS, text=f"{change.text}; accepted: {why}", accepted=why)
     if verdict == UNDECIDED:

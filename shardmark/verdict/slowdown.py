@@ -17,7 +17,7 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, Interval, interval, paired_ratios
+from shardmark.verdict.betting import FAIL, PASS, SHORTEST, UNDECIDED, Interval, interval, paired_ratios
 from shardmark.verdict.budget import SMALLEST_EFFECT
 
 LARGEST = 0.05
@@ -31,8 +31,9 @@ UNSTEADY = 0.2
 attention's time in one, 0.76 in fresh ones."""
 
 _T_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-_T_99 = (63.66, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169)
-"""Student's t, two-sided, for 1 to 10 degrees of freedom; the last one holds for more."""
+_T_998 = (318.3, 22.33, 10.21, 7.173, 5.893, 5.208, 4.785, 4.501, 4.297, 4.144)
+"""Student's t, two-sided, for 1 to 10 degrees of freedom; the last one holds for more. That of a failure is larger, as
+it is looked at after each process."""
 
 LOAD_EFFECT = 0.05
 """Smallest effect of a ratio to the calibration load: between two runs it moves by a few percent, as products and
@@ -60,12 +61,14 @@ class Paired:
     processes: tuple[float, ...]
     """The median ratio in each fresh process; empty where the pairs are of the run's own process, which other cases
     have used."""
+    means: tuple[float, ...]
+    """The quotient of the mean steps in each fresh process."""
     pairs: int
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A step's time now over its time before. `low` and `high` bound the shift between processes by 99% and 95%
+    """A step's time now over its time before. `low` and `high` bound the shift between processes by 99.8% and 95%
     intervals; without three processes they are 0 and infinity. `processes` is 0 where either run has no fresh ones."""
 
     ratio: Interval
@@ -75,6 +78,8 @@ class Slowdown:
     high: float
     least: float
     """The smallest ratio of a process."""
+    least_mean: float
+    """The smallest quotient of a process's mean steps."""
     processes: int
     pairs: int
 
@@ -106,8 +111,9 @@ class Slowdown:
         PASS if none of over `largest` is left possible; else UNDECIDED."""
         if not self.processes:
             return FAIL if self.shown(max(effect, UNSTEADY)) else PASS if self.not_excluded <= largest else UNDECIDED
-        by_process = self.low > 1 and self.least > 1 + effect / 2
-        if self.processes >= FEWEST_PROCESSES and (self._in_mean(effect) or (self.shown(effect) and by_process)):
+        in_median = self.ratio.low > 1 + effect and self.low > 1 and self.least > 1 + effect / 2
+        in_mean = self._in_mean(effect) and self.least_mean > 1 + effect / 2
+        if self.processes >= FEWEST_PROCESSES and (in_median or in_mean):
             return FAIL
         return PASS if self.not_excluded <= largest and not self.shown(effect) else UNDECIDED
 
@@ -124,16 +130,17 @@ class Slowdown:
 
 def paired(processes: Sequence[Pairs], confidence: float, fresh: bool = True) -> Paired:
     """Sum up the pairs of each process, fresh ones or the run's own. Raises ValueError without a pair."""
-    seconds, peer_seconds = (np.concatenate([np.asarray(pairs[i]) for pairs in processes]) for i in (0, 1))
+    timed = [tuple(np.maximum(steps, SHORTEST) for steps in pairs) for pairs in processes]
+    seconds, peer_seconds = (np.concatenate([pairs[i] for pairs in timed]) for i in (0, 1))
     mean = float(seconds.sum() / peer_seconds.sum())
     residuals = (seconds - mean * peer_seconds) / peer_seconds.mean()
     error = 2 * float(residuals.std(ddof=1)) / math.sqrt(len(seconds)) if len(seconds) > 1 else math.inf
-    if fresh and len(processes) >= FEWEST_PROCESSES:
-        means = [sum(mine) / sum(theirs) for mine, theirs in processes]
+    means = tuple(float(mine.sum() / theirs.sum()) for mine, theirs in timed) if fresh else ()
+    if len(means) >= FEWEST_PROCESSES:
         error = max(error, _T_95[min(len(means) - 1, len(_T_95)) - 1] * stdev(means) / math.sqrt(len(means)))
     ratios = [paired_ratios(*pairs) for pairs in processes]
     together = interval([ratio for each in ratios for ratio in each], confidence)
-    return Paired(together, mean, error, tuple(median(each) for each in ratios) if fresh else (), len(seconds))
+    return Paired(together, mean, error, tuple(median(each) for each in ratios) if fresh else (), means, len(seconds))
 
 
 def slowdown(now: Paired, before: Paired | None = None) -> Slowdown:
@@ -148,16 +155,17 @@ def slowdown(now: Paired, before: Paired | None = None) -> Slowdown:
         error = mean * math.hypot(now.mean_error / now.mean, before.mean_error / before.mean)
     groups = [np.log(each.processes) for each in (now, before) if each is not None]
     if not all(len(group) for group in groups):
-        return Slowdown(ratio, mean, error, 0.0, math.inf, 0.0, 0, now.pairs)
-    of = groups[0] - (groups[1].mean() if len(groups) > 1 else 0.0)
-    center, freedom = float(of.mean()), sum(len(group) - 1 for group in groups)
+        return Slowdown(ratio, mean, error, 0.0, math.inf, 0.0, 0.0, 0, now.pairs)
+    ratios = groups[0] - (groups[1].mean() if len(groups) > 1 else 0.0)
+    center, freedom = float(ratios.mean()), sum(len(group) - 1 for group in groups)
     bounds = 0.0, math.inf
     if freedom > 1:
         variance = sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / freedom
         error_of_center = math.sqrt(variance * sum(1 / len(group) for group in groups))
         place = min(freedom, len(_T_95)) - 1
-        bounds = math.exp(center - _T_99[place] * error_of_center), math.exp(center + _T_95[place] * error_of_center)
-    return Slowdown(ratio, mean, error, *bounds, math.exp(of.min()), len(now.processes), now.pairs)
+        bounds = math.exp(center - _T_998[place] * error_of_center), math.exp(center + _T_95[place] * error_of_center)
+    least_mean = min(now.means) / (1.0 if before is None else before.mean)
+    return Slowdown(ratio, mean, error, *bounds, math.exp(ratios.min()), least_mean, len(now.processes), now.pairs)
 
 
 @dataclass(frozen=True)
@@ -195,7 +203,7 @@ def judged(found: Slowdown, name: str, largest: float) -> str:
 
 def stalls(seconds: Sequence[float], peer_seconds: Sequence[float]) -> str:
     """The stalls in words, as "1 step in 20 takes 3.0x"; empty where the other steps stall as often."""
-    usual = median(seconds)
+    usual = max(median(seconds), SHORTEST)
     long = [each / usual for each in seconds if each > _STALL * usual]
     others = sum(each > _STALL * median(peer_seconds) for each in peer_seconds) / len(peer_seconds)
     if len(long) < _FEWEST_STALLS or len(long) / len(seconds) < 2 * others:

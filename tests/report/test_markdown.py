@@ -162,10 +162,10 @@ def test_a_green_report_says_what_it_was_compared_with_and_which_slowdowns_are_l
         times = [Change(PASS, "", not_excluded=share) for share in shares]
         return {"time": times, "memory": [Change(PASS, "")], "counters": [Change(PASS, "")]}
 
-    text = told({"a": row(0.04, 0.3), "b": row(0.02), "c": row(0.005)})
+    text = told({"a": row(0.08, 0.3), "b": row(0.06), "c": row(0.005)})
     compared = "3 rows compared in time, memory and counters"
     assert (
-        f"**Nothing slower or larger than main (1a2b3c4d5e): {compared}; slowdowns up to 4% are not excluded in 2 r"
+        f"**Nothing slower or larger than main (1a2b3c4d5e): {compared}; slowdowns up to 8% are not excluded in 2 r"
         in text
     )
     assert "slowdowns of any size are not excluded in 1 row.**" in told({"a": row(math.inf)})

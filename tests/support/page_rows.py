@@ -134,7 +134,10 @@ def raced(test: str, ratio: float, tensors: int = 2**20) -> dict[str, Any]:
     """A row with a race whose interval is narrow."""
     ends = [0.99 * ratio, 1.01 * ratio]
     time = {"peer": "eager", "ratio": ratio, "interval": ends, "judged_interval": ends, "judged_confidence": 0.999}
-    mean, processes = {"mean": ratio, "mean_error": 0.001}, {"processes": [ratio] * 3, "count": 300}
+    mean, processes = (
+        {"mean": ratio, "mean_error": 0.001},
+        {"processes": [ratio] * 3, "means": [ratio] * 3, "count": 300},
+    )
     time["pairs"] = {"peer": {"ratio": ratio, "interval": ends, "confidence": 0.999, **mean, **processes}}
     return entry(test, {"id": "raced"}, 0.01 * ratio, time=time, memory={"tensors": tensors})
 
