@@ -8,17 +8,17 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
-from shardmark.verdict.betting import FAIL, PASS, UNDECIDED
-from shardmark.verdict.slowdown import paired, slowdown
+from shardmark.rows.turns import MOST_PROCESSES
+from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, Interval
+from shardmark.verdict.slowdown import FEWEST_PAIRS, FEWEST_PROCESSES, Paired, slowdown
 from studies.verdicts.runs import STALL
 
 REPLAYS = 300
 """Runs that are replayed, of as many rows as ROWS."""
 ROWS = 100
-PROCESSES = (3, 5, 8, 12)
 
 Run = dict[str, Any]
 
@@ -71,25 +71,33 @@ def _alarms(equal: Sequence[Run]) -> str:
     failed = sum(run["verdict"] == FAIL for run in equal)
     bound = f" With 95% confidence that is less than 1 in {len(equal) / 3:.0f}." if equal and not failed else ""
     generator, wrong, rows = random.Random(0), 0, 0
-    logs = [[math.log(ratio) for ratio in run["processes"]] for run in equal if len(run["processes"]) >= PROCESSES[0]]
+    logs = [
+        [math.log(ratio) for ratio in run["processes"]] for run in equal if len(run["processes"]) >= FEWEST_PROCESSES
+    ]
     for _ in range(REPLAYS * ROWS if logs else 0):
         # Equal versions: which of the two is the new one is a coin's choice, process by process.
         chosen = generator.choice(logs)
-        signed = [generator.choice((-1, 1)) * generator.choice(chosen) for _ in range(generator.choice(PROCESSES))]
+        signed = [generator.choice((-1, 1)) * generator.choice(chosen) for _ in range(MOST_PROCESSES)]
         rows += 1
         wrong += _would_fail(signed)
     replayed = (
         f" Replays of their {sum(map(len, logs))} pairs of processes, by a coin for each pair that chooses the newer"
-        f" version, as {REPLAYS} runs of {ROWS} rows: {wrong} of {rows:,} rows failed by the rules on processes alone."
+        f" version, as {REPLAYS} runs of {ROWS} rows: {wrong} of {rows:,} rows failed by the rules on processes alone,"
+        f" at any look after 3 to {MOST_PROCESSES} of them."
     )
     return f"{failed} of {len(equal)} runs of equal versions failed.{bound}{replayed if rows else ''}"
 
 
 def _would_fail(logs: Sequence[float]) -> bool:
-    """Whether the processes' medians alone allow a failure: see `Slowdown.verdict`."""
-    ratios = [math.exp(each) for each in logs]
-    found = paired([([ratio] * 34, [1.0] * 34) for ratio in ratios], 0.9999)
-    return slowdown(found).verdict() == FAIL
+    """Whether the processes' medians allow a failure at one of the looks, after each process from the third on. The
+    interval of the pairs is left out, so real verdicts fail no more often."""
+    for count in range(FEWEST_PROCESSES, len(logs) + 1):
+        ratios = tuple(math.exp(each) for each in logs[:count])
+        center = math.exp(fmean(logs[:count]))
+        found = Paired(Interval(center, center, center, 1.0), center, 0.0, ratios, ratios, FEWEST_PAIRS)
+        if slowdown(found).verdict() == FAIL:
+            return True
+    return False
 
 
 def _spread(equal: Sequence[Run]) -> str:

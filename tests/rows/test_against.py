@@ -200,6 +200,7 @@ def test_a_row_is_measured_as_comparing_it_needs(project: pytest.Pytester, monke
 
     monkeypatch.setattr("shardmark.plugin.measure.Plan", noted)
     monkeypatch.setattr("shardmark.plugin.fresh.PAUSE", 0.0)
+    monkeypatch.setattr("shardmark.plugin.fresh.MOST_PROCESSES", 3)
     first, _ = run_project(project, "--scale=smoke", "-k", "rounds", *OLD, "--update-baseline")
     first.assert_outcomes(passed=1)
     (older,) = json.loads(Path("old.json").read_text())["benchmarks"]
