@@ -88,9 +88,9 @@ def _in_mode(policy: Policy, mode: str, frozen: str, device: str) -> dict[str, i
     policy(model)
     model.train(mode == "train")
     tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
-    loss_of(model, tokens).backward()
-    model.zero_grad()
     with meter(device) as memory:
+        loss_of(model, tokens).backward()  # the libraries' workspaces are there from now on
+        model.zero_grad()
         memory.mark("before")
         with torch.no_grad():
             model(tokens)
@@ -110,6 +110,6 @@ def _in_mode(policy: Policy, mode: str, frozen: str, device: str) -> dict[str, i
         "a forward without gradients": at["no grad"] - at["before"],
         "an output that is dropped": at["dropped"] - at["no grad"],
         "kept": at["forward"] - at["dropped"],
-        "peak": memory.tensors - at["dropped"],
+        "peak": memory.peak - at["dropped"],
         "backward": at["after"] - at["dropped"],
     }

@@ -219,7 +219,7 @@ class WithAdded(nn.Sequential):
 
 def shared_gradient_on_rank(kind: str, device: str) -> str:
     """Put a layer before the unit: its backward runs while the unit's gradient is being reduced."""
-    x = torch.rand(4, DIM, dtype=torch.float64, device=device, generator=torch.Generator().manual_seed(0))
+    x = torch.rand(4, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
     module, plain = (make(WithAdded, 0, device) for _ in range(2))
     before = parameters_of(plain)
     plain(x).square().sum().backward()

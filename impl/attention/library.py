@@ -19,6 +19,11 @@ from impl.attention.eager import eager_attention
 from shardmark.api import Implementation, Race, Unsupported, register, requires_compiler, requires_cuda
 
 
+ALIGNED = 16
+"""Bytes that SDPA's fused kernels for CUDA read at once: at another address they end in a misaligned access, which
+leaves the GPU with an error, or find no kernel (seen with torch 2.11 on an H200)."""
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` with the backend that it chooses.
 
@@ -29,6 +34,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     if q.numel() == 0:  # an empty tensor has no batch to reshape to
         return eager_attention(q, k, v, is_causal=is_causal)
     q4, k4, v4 = _batch_and_heads(q, k, v)
+    if q.is_cuda and any(x.data_ptr() % ALIGNED for x in (q4, k4, v4)) and sdpa_backend(q, k, v, is_causal) != "math":
+        raise Unsupported(f"SDPA's fused kernels for CUDA take tensors at addresses that are multiples of {ALIGNED}")
     out = scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal, enable_gqa=kv_group(q, k) > 1)
     return out.reshape(q.shape)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -73,12 +73,17 @@ Event = Allocated | Released | Marked
 
 
 def replayed(
-    roots: list[Any], device: str, requested: dict[int, deque[int]], module_names: Mapping[int, str]
+    roots: list[Any],
+    device: str,
+    requested: dict[int, deque[int]],
+    module_names: Mapping[int, str],
+    given_back: Collection[int] = (),
 ) -> list[Event]:
     """The recording's events below `roots`, in order.
 
     A block's size is the next one `requested` at its address, if known, else the profiler's. Ranges name the modules. A
-    recording of Python calls splits ranges: there the calls of modules whose `id` is in `module_names` name them.
+    recording of Python calls splits ranges: there the calls of modules whose `id` is in `module_names` name them. What
+    is live at the end at the addresses `given_back` is workspace that a library kept.
     """
     live, taken_by, collectives = _Live(), dict[Block, Any](), _Collectives()
     replayed: list[Event] = []
@@ -118,6 +123,11 @@ def replayed(
                         replayed.append(Released(block))
         elif event.name.startswith(MARK):
             replayed.append(Marked(event.name.removeprefix(MARK)))
+    for address in given_back:
+        block = live.pop(address)
+        if block is not None and (taker := taken_by[block]) is not None:
+            block.workspace = taker.name
+            replayed.append(Released(block))
     return replayed
 
 

@@ -55,6 +55,9 @@ class Recording:
     """Module names by `id`, used where lines are recorded; otherwise the profiler's ranges name the modules."""
     requested: dict[int, deque[int]] = field(default_factory=dict)
     """Bytes requested at each address, in order; blocks at other addresses have the size that the profiler saw."""
+    given_back: frozenset[int] = frozenset()
+    """Addresses of the blocks that libraries kept and gave back at the end, which the profiler does not report on
+    CUDA."""
 
     def replay(self) -> list[Event]:
         """Every allocation, release and mark on the device, in order."""
@@ -62,7 +65,7 @@ class Recording:
         roots = self.profiler.kineto_results.experimental_event_tree()
         requested = {address: deque(sizes) for address, sizes in self.requested.items()}
         with no_gc():  # a collection would walk all events, again and again
-            return replayed(roots, self.device, requested, self.modules)
+            return replayed(roots, self.device, requested, self.modules, self.given_back)
 
 
 @contextmanager
@@ -91,10 +94,9 @@ def recording(device: str, lines: bool = False) -> Iterator[Recording]:
     """Record every allocation on `device` ("cpu" or "cuda"); with `lines` also its Python line, which is slow."""
     recorded = Recording(device, profile(profile_memory=True, with_stack=lines))
     have_libraries_give_back(device)  # or this recording would not see workspaces that an earlier one left
-    with recorded.profiler, _requests_remembered(device) as recorded.requested:
+    with recorded.profiler, _history_kept(recorded):
         yield recorded
         mark(END)
-        have_libraries_give_back(device)
 
 
 def have_libraries_give_back(device: str) -> None:
@@ -104,19 +106,30 @@ def have_libraries_give_back(device: str) -> None:
 
 
 @contextmanager
-def _requests_remembered(device: str) -> Iterator[dict[int, deque[int]]]:
-    """Bytes requested of the CUDA allocator at each address, in order, filled in when the block ends. The profiler sees
-    them rounded up. Empty on CPU, where nothing is rounded."""
-    requested: dict[int, deque[int]] = defaultdict(deque)
-    if device != "cuda":
-        yield requested
+def _history_kept(recorded: Recording) -> Iterator[None]:
+    """Libraries give back their workspaces when the block ends; then the recording has the CUDA allocator's history:
+    bytes requested at each address, in order, and addresses given back. On CPU the profiler reports both."""
+    if recorded.device != "cuda":
+        yield
+        have_libraries_give_back(recorded.device)
         return
     torch.cuda.memory._record_memory_history(context=None, max_entries=_HISTORY, clear_history=True)
     try:
-        yield requested
+        yield
+        before = _released()
+        have_libraries_give_back(recorded.device)
+        given_back = _released() - before
         entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+    requested: dict[int, deque[int]] = defaultdict(deque)
     for entry in entries:
         if entry["action"] == "alloc":
             requested[entry["addr"]].append(entry["size"])
+    released = [entry["addr"] for entry in entries if entry["action"] == "free_requested"]
+    recorded.requested, recorded.given_back = requested, frozenset(released[len(released) - given_back :])
+
+
+def _released() -> int:
+    """Blocks that the CUDA allocator has taken back since the process began."""
+    return torch.cuda.memory_stats().get("allocation.all.freed", 0)

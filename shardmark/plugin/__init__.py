@@ -23,6 +23,7 @@ import torch
 from shardmark.api import registry
 from shardmark.api.refusals import Unsupported, may_refuse, note_unasked
 from shardmark.api.requirements import requires_compiler
+from shardmark.plugin.broken_gpu import pytest_runtest_protocol as pytest_runtest_protocol
 from shardmark.plugin.collection import pytest_collection_finish as pytest_collection_finish
 from shardmark.plugin.collection import pytest_collection_modifyitems as pytest_collection_modifyitems
 from shardmark.plugin.collection import pytest_generate_tests as pytest_generate_tests

@@ -31,10 +31,10 @@ _FLAGS = [
     "mkldnn_enabled",
     "nnpack_enabled",
     "deterministic_fill_uninitialized_memory",
-    "sdp_priority_order",
     "warnAlways",
 ]
-"""PyTorch's flags in `torch._C`; which of them exist depends on its version."""
+"""PyTorch's flags in `torch._C`; which of them exist depends on its version. The order in which SDPA prefers its kernels
+is left out: PyTorch sets it at the first call on CUDA, for good."""
 
 
 def _set_hooks(before: list[dict[int, Any]]) -> None:
