@@ -18,7 +18,6 @@ from impl.attention.contract import Attention, check_inputs, kv_group
 from impl.attention.eager import eager_attention
 from shardmark.api import Implementation, Race, Unsupported, register, requires_compiler, requires_cuda
 
-
 ALIGNED = 16
 """Bytes that SDPA's fused kernels for CUDA read at once: at another address they end in a misaligned access, which
 leaves the GPU with an error, or find no kernel (seen with torch 2.11 on an H200)."""

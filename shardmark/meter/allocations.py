@@ -124,10 +124,10 @@ def replayed(
         elif event.name.startswith(MARK):
             replayed.append(Marked(event.name.removeprefix(MARK)))
     for address in given_back:
-        block = live.pop(address)
-        if block is not None and (taker := taken_by[block]) is not None:
-            block.workspace = taker.name
-            replayed.append(Released(block))
+        kept = live.pop(address)
+        if kept is not None and (taker := taken_by[kept]) is not None:
+            kept.workspace = taker.name
+            replayed.append(Released(kept))
     return replayed
 
 
