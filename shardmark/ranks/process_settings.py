@@ -33,8 +33,8 @@ _FLAGS = [
     "deterministic_fill_uninitialized_memory",
     "warnAlways",
 ]
-"""PyTorch's flags in `torch._C`; which of them exist depends on its version. The order in which SDPA prefers its kernels
-is left out: PyTorch sets it at the first call on CUDA, for good."""
+"""PyTorch's flags in `torch._C`; which of them exist depends on its version. The order in which SDPA prefers its
+kernels is left out: PyTorch sets it at the first call on CUDA, for good."""
 
 
 def _set_hooks(before: list[dict[int, Any]]) -> None:
