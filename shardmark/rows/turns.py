@@ -19,7 +19,16 @@ from shardmark.meter.measure_case import shuffled, timed_step, warmed_up
 from shardmark.meter.plan import Plan
 from shardmark.ranks.world import World
 from shardmark.verdict.betting import UNDECIDED
-from shardmark.verdict.slowdown import FEWEST_PAIRS, FEWEST_PROCESSES, Paired, Pairs, paired, slowdown, stalls
+from shardmark.verdict.slowdown import (
+    FEWEST_PAIRS,
+    FEWEST_PROCESSES,
+    USUAL_PROCESSES,
+    Paired,
+    Pairs,
+    paired,
+    slowdown,
+    stalls,
+)
 
 TURN = 0.005
 """Seconds that a version steps before the other one's turn, at least: shorter steps take several."""
@@ -81,7 +90,7 @@ def _one_process(plan: Plan, calls: dict[str, Run], coin: random.Random, race: R
     steps = max(1, math.ceil(TURN / max(step, 1e-5)))
     pairs: dict[str, list[float]] = {HERE: [], THERE: []}
     began, last = time.monotonic(), ""
-    fewest = math.ceil(FEWEST_PAIRS / FEWEST_PROCESSES)
+    fewest = math.ceil(FEWEST_PAIRS / USUAL_PROCESSES)
     while True:
         elapsed, done = time.monotonic() - began, len(pairs[HERE])
         if (done >= fewest and elapsed > LEAST_SECONDS) or (done >= 2 and elapsed > MOST_SECONDS):

@@ -26,9 +26,14 @@ FEWEST_PAIRS = 100
 """Fewest pairs of a pass: a stall in twenty steps is among fewer by luck alone once in 170 times."""
 FEWEST_PROCESSES = 3
 """Fewest fresh processes that show a slowdown before it fails."""
+USUAL_PROCESSES = 5
+"""Fresh processes that share the pairs of a pass: where steps are long, more pairs of each would say less."""
 UNSTEADY = 0.2
 """The run's own process, in which other cases ran before, may shift a ratio by this share: SDPA took 0.90 of eager
 attention's time in one, 0.76 in fresh ones."""
+
+_OUTLIERS = 6
+"""One process in so many may lie where a neighbour pushed it."""
 
 _T_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _T_998 = (318.3, 22.33, 10.21, 7.173, 5.893, 5.208, 4.785, 4.501, 4.297, 4.144)
@@ -77,9 +82,9 @@ class Slowdown:
     low: float
     high: float
     least: float
-    """The smallest ratio of a process."""
+    """The smallest ratio of a process, of six or more without the outliers: one in six."""
     least_mean: float
-    """The smallest quotient of a process's mean steps."""
+    """The same of the quotient of a process's mean steps."""
     processes: int
     pairs: int
 
@@ -164,8 +169,13 @@ def slowdown(now: Paired, before: Paired | None = None) -> Slowdown:
         error_of_center = math.sqrt(variance * sum(1 / len(group) for group in groups))
         place = min(freedom, len(_T_95)) - 1
         bounds = math.exp(center - _T_998[place] * error_of_center), math.exp(center + _T_95[place] * error_of_center)
-    least_mean = min(now.means) / (1.0 if before is None else before.mean)
-    return Slowdown(ratio, mean, error, *bounds, math.exp(ratios.min()), least_mean, len(now.processes), now.pairs)
+    least = math.exp(_least(ratios.tolist()))
+    least_mean = _least(now.means) / (1.0 if before is None else before.mean)
+    return Slowdown(ratio, mean, error, *bounds, least, least_mean, len(now.processes), now.pairs)
+
+
+def _least(of_processes: Sequence[float]) -> float:
+    return sorted(of_processes)[len(of_processes) // _OUTLIERS]
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,14 @@ def test_equal_steps_of_processes_that_differ_do_not_fail() -> None:
     assert sum(each.verdict() == FAIL for each in slow) <= 1
 
 
+def test_one_process_in_six_may_lie_apart() -> None:
+    """Among five, each has to be slower."""
+    apart = process(99, slower=1.0)
+    for processes, verdict in ((4, UNDECIDED), (7, FAIL)):
+        slow = [process(seed, slower=1.1) for seed in range(processes)]
+        assert slowdown(paired([*slow, apart], CONFIDENCE)).verdict() == verdict
+
+
 def test_beside_an_earlier_run_the_uncertainty_of_both_counts() -> None:
     before = paired([process(100 + i) for i in range(3)], CONFIDENCE)
     wide = paired([process(200 + i, pairs=12, noise=0.3) for i in range(3)], CONFIDENCE)
