@@ -36,7 +36,7 @@ LEAST_SECONDS, MOST_SECONDS = 1.0, 12.0
 """Seconds of one pair of processes: at least for steadiness, at most if the pairs are long."""
 PATIENCE = 60.0
 """Seconds after which no further processes are started; a slowdown that is to be confirmed gets three in any case."""
-MOST_PROCESSES = 12
+MOST_PROCESSES = 20
 
 HERE, THERE = "here", "there"
 
