@@ -71,19 +71,20 @@ def _alarms(equal: Sequence[Run]) -> str:
     failed = sum(run["verdict"] == FAIL for run in equal)
     bound = f" With 95% confidence that is less than 1 in {len(equal) / 3:.0f}." if equal and not failed else ""
     generator, wrong, rows = random.Random(0), 0, 0
-    logs = [
-        [math.log(ratio) for ratio in run["processes"]] for run in equal if len(run["processes"]) >= FEWEST_PROCESSES
-    ]
-    for _ in range(REPLAYS * ROWS if logs else 0):
+    groups: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
+    for run in equal:
+        groups[run["step"], run["ranks"], run["neighbour"] == "none"] += map(math.log, run["processes"])
+    alike = [logs for logs in groups.values() if len(logs) >= MOST_PROCESSES]
+    for _ in range(REPLAYS * ROWS if alike else 0):
         # Equal versions: which of the two is the new one is a coin's choice, process by process.
-        chosen = generator.choice(logs)
-        signed = [generator.choice((-1, 1)) * generator.choice(chosen) for _ in range(MOST_PROCESSES)]
+        chosen = generator.sample(generator.choice(alike), MOST_PROCESSES)
         rows += 1
-        wrong += _would_fail(signed)
+        wrong += _would_fail([generator.choice((-1, 1)) * each for each in chosen])
     replayed = (
-        f" Replays of their {sum(map(len, logs))} pairs of processes, by a coin for each pair that chooses the newer"
-        f" version, as {REPLAYS} runs of {ROWS} rows: {wrong} of {rows:,} rows failed by the rules on processes alone,"
-        f" at any look after 3 to {MOST_PROCESSES} of them."
+        f" Replays of their {sum(map(len, alike))} pairs of processes, {MOST_PROCESSES} at a time of runs alike, by a"
+        f" coin for each pair that chooses the newer version, as {REPLAYS} runs of {ROWS} rows: {wrong} of {rows:,} rows"
+        f" failed by the rules on processes alone, at any look after 3 to {MOST_PROCESSES} of them. Real verdicts need"
+        " the interval of the pairs too."
     )
     return f"{failed} of {len(equal)} runs of equal versions failed.{bound}{replayed if rows else ''}"
 

@@ -86,11 +86,12 @@ def judge(setting: Setting) -> dict[str, Any]:
 
 
 def run(file: Path, minutes: float, real_time: bool) -> None:
-    """Add runs of random settings to the file until the minutes are over; half of them beside no neighbour."""
+    """Add runs of random settings to the file until the minutes are over; half of them beside no neighbour, of those in
+    real time none."""
     until, generator = time.monotonic() + 60 * minutes, random.Random(secrets.randbits(64))
     file.parent.mkdir(parents=True, exist_ok=True)
     while time.monotonic() < until:
-        neighbour = generator.choice(["none", "none", "none", "busy", "drift", "spikes"])
+        neighbour = generator.choice(["busy", "drift", "spikes", *([] if real_time else 3 * ["none"])])
         setting = Setting(
             generator.choice(STEPS_MS), generator.choice(SLOWER), generator.choice([1, 1, 2]), neighbour, real_time
         )
