@@ -82,8 +82,8 @@ def _alarms(equal: Sequence[Run]) -> str:
         wrong += _would_fail([generator.choice((-1, 1)) * each for each in chosen])
     replayed = (
         f" Replays of their {sum(map(len, alike))} pairs of processes, {MOST_PROCESSES} at a time of runs alike, by a"
-        f" coin for each pair that chooses the newer version, as {REPLAYS} runs of {ROWS} rows: {wrong} of {rows:,} rows"
-        f" failed by the rules on processes alone, at any look after 3 to {MOST_PROCESSES} of them. Real verdicts need"
+        f" coin for each pair that chooses the newer version, as {REPLAYS} runs of {ROWS} rows: {wrong} of {rows:,}"
+        f" rows failed by the rules on processes alone, at any look after 3 to {MOST_PROCESSES} of them. Real verdicts need"
         " the interval of the pairs too."
     )
     return f"{failed} of {len(equal)} runs of equal versions failed.{bound}{replayed if rows else ''}"
