@@ -31,7 +31,7 @@ PAUSE = 8.0
 MOST_SECONDS = 30.0
 """Seconds of a process's rounds from which on it has fewer of them."""
 STEPS_OF_A_ROUND = 3
-MOST_PROCESSES = 5
+MOST_PROCESSES = 6
 """Most processes of a case in one run."""
 
 

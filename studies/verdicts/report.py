@@ -13,7 +13,7 @@ from typing import Any
 
 from shardmark.rows.turns import MOST_PROCESSES
 from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, Interval
-from shardmark.verdict.slowdown import FEWEST_PAIRS, FEWEST_PROCESSES, Paired, slowdown
+from shardmark.verdict.slowdown import FEWEST_PAIRS, FEWEST_PROCESSES, Paired, error_of_processes, slowdown
 from studies.verdicts.runs import STALL
 
 REPLAYS = 300
@@ -71,31 +71,37 @@ def _alarms(equal: Sequence[Run]) -> str:
     failed = sum(run["verdict"] == FAIL for run in equal)
     bound = f" With 95% confidence that is less than 1 in {len(equal) / 3:.0f}." if equal and not failed else ""
     generator, wrong, rows = random.Random(0), 0, 0
-    groups: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
+    groups: dict[tuple[int, int, bool], list[Run]] = defaultdict(list)
     for run in equal:
-        groups[run["step"], run["ranks"], run["neighbour"] == "none"] += map(math.log, run["processes"])
-    alike = [logs for logs in groups.values() if len(logs) >= MOST_PROCESSES]
+        groups[run["step"], run["ranks"], run["neighbour"] == "none"].append(run)
+    alike = [found for found in groups.values() if sum(len(run["processes"]) for run in found) >= MOST_PROCESSES]
     for _ in range(REPLAYS * ROWS if alike else 0):
         # Equal versions: which of the two is the new one is a coin's choice, process by process.
-        chosen = generator.sample(generator.choice(alike), MOST_PROCESSES)
+        found = generator.choice(alike)
+        logs = generator.sample([math.log(ratio) for run in found for ratio in run["processes"]], MOST_PROCESSES)
         rows += 1
-        wrong += _would_fail([generator.choice((-1, 1)) * each for each in chosen])
+        wrong += _would_fail([generator.choice((-1, 1)) * each for each in logs], median(map(_width, found)))
+    pairs = sum(len(run["processes"]) for found in alike for run in found)
     replayed = (
-        f" Replays of their {sum(map(len, alike))} pairs of processes, {MOST_PROCESSES} at a time of runs alike, by a"
-        f" coin for each pair that chooses the newer version, as {REPLAYS} runs of {ROWS} rows: {wrong} of {rows:,}"
-        f" rows failed by the rules on processes alone, at any look after 3 to {MOST_PROCESSES} of them. Real verdicts need"
-        " the interval of the pairs too."
+        f" Replays of {pairs} of their pairs of processes, {MOST_PROCESSES} at a time of runs alike, by a coin for each"
+        f" pair that chooses the newer version, as {REPLAYS} runs of {ROWS} rows, with intervals as wide as theirs:"
+        f" {wrong} of {rows:,} rows failed, at any look after 3 to {MOST_PROCESSES} processes."
     )
     return f"{failed} of {len(equal)} runs of equal versions failed.{bound}{replayed if rows else ''}"
 
 
-def _would_fail(logs: Sequence[float]) -> bool:
-    """Whether the processes' medians allow a failure at one of the looks, after each process from the third on. The
-    interval of the pairs is left out, so real verdicts fail no more often."""
+def _width(run: Run) -> float:
+    """How far the interval's lower end lies below the ratio, by logarithm, for one process."""
+    return math.log(run["ratio"] / run["interval"][0]) * math.sqrt(len(run["processes"]))
+
+
+def _would_fail(logs: Sequence[float], width: float) -> bool:
+    """Whether the processes fail at one of the looks, after each of them from the third on."""
     for count in range(FEWEST_PROCESSES, len(logs) + 1):
         ratios = tuple(math.exp(each) for each in logs[:count])
         center = math.exp(fmean(logs[:count]))
-        found = Paired(Interval(center, center, center, 1.0), center, 0.0, ratios, ratios, FEWEST_PAIRS)
+        together = Interval(center, center * math.exp(-width / math.sqrt(count)), math.inf, 1.0)
+        found = Paired(together, center, error_of_processes(ratios), ratios, ratios, FEWEST_PAIRS)
         if slowdown(found).verdict() == FAIL:
             return True
     return False
