@@ -61,4 +61,5 @@ def write(file: Path) -> None:
 
 
 def _shown(said: str) -> str:
-    return "".join(f"    {line[:300]}\n" for line in said.splitlines() if line.startswith((*KEPT, "    ")))
+    lines = (line for line in said.splitlines() if line.startswith((*KEPT, "    ")) and not line.endswith("%]"))
+    return "".join(f"    {line[:300]}\n" for line in lines)
