@@ -33,10 +33,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     if q.numel() == 0:  # an empty tensor has no batch to reshape to
         return eager_attention(q, k, v, is_causal=is_causal)
     q4, k4, v4 = _batch_and_heads(q, k, v)
-    if q.is_cuda and any(x.data_ptr() % ALIGNED for x in (q4, k4, v4)) and sdpa_backend(q, k, v, is_causal) != "math":
-        raise Unsupported(f"SDPA's fused kernels for CUDA take tensors at addresses that are multiples of {ALIGNED}")
+    if q.is_cuda and not torch.compiler.is_compiling():  # compiled code allocates its own tensors
+        q4, k4, v4 = map(_aligned, (q4, k4, v4))
     out = scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal, enable_gqa=kv_group(q, k) > 1)
     return out.reshape(q.shape)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % ALIGNED else x
 
 
 def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:

@@ -45,7 +45,8 @@ class Block:
     line: str = ""
     """The user's line that allocated it, as "file.py:7"; empty unless lines are recorded."""
     workspace: str = ""
-    """The operator that allocated the block and freed it before it returned; empty for a tensor."""
+    """The operator that allocated the block, if it freed it before it returned or its library kept it until the end;
+    empty for a tensor."""
 
 
 @dataclass(frozen=True)

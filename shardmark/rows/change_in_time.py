@@ -17,7 +17,7 @@ from shardmark.rows.change import Change, ChangesOrReason
 from shardmark.rows.pairs import PEER, pairs_of
 from shardmark.rows.row import Row
 from shardmark.verdict.betting import FAIL, PASS, UNDECIDED
-from shardmark.verdict.slowdown import EFFECTS, FEWEST_PROCESSES, LARGEST, Slowdown, judged, slowdown
+from shardmark.verdict.slowdown import EFFECTS, LARGEST, Slowdown, judged, slowdown
 
 BUSY = "not judged, as one of the runs waited for cores that other processes had: --against-ref sees both beside them"
 """A step on several threads waits for the last of them, so beside a neighbour it is not slower by its peer's share."""
@@ -55,7 +55,10 @@ def change_of(found: Slowdown, name: str, largest: float, than: str, stalls: str
     if stalls and found.mean > found.ratio.center:
         text += f"; {stalls}"
     if verdict == UNDECIDED and found.shown(EFFECTS[name]):
-        text += f"; not in each of {FEWEST_PROCESSES} fresh processes"
+        few = found.processes < found.needed
+        text += (
+            f"; {found.processes} of {found.needed} fresh processes ran" if few else "; fresh processes do not agree"
+        )
     if verdict == UNDECIDED:
         text += f"; slowdowns up to {share(found.not_excluded)} are not excluded"
     worse = verdict == FAIL

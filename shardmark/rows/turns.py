@@ -35,7 +35,7 @@ TURN = 0.005
 LEAST_SECONDS, MOST_SECONDS = 1.0, 12.0
 """Seconds of one pair of processes: at least for steadiness, at most if the pairs are long."""
 PATIENCE = 60.0
-"""Seconds after which no further processes are started; a slowdown that is to be confirmed gets three in any case."""
+"""Seconds after which no further processes are started; a slowdown that is to be confirmed gets those that it needs."""
 MOST_PROCESSES = 20
 
 HERE, THERE = "here", "there"
@@ -77,7 +77,7 @@ def race(plan: Plan, start: StartWorld, calls: Callable[[str, World], Run], conf
         count, elapsed = len(found.processes), time.monotonic() - began
         now = slowdown(found.paired(confidence))
         needs = count < FEWEST_PROCESSES or now.verdict(largest) == UNDECIDED
-        late = elapsed + elapsed / count > PATIENCE and not (count < FEWEST_PROCESSES and now.shown())
+        late = elapsed + elapsed / count > PATIENCE and not (count < now.needed and now.shown())
         if not needs or late or count == MOST_PROCESSES:
             return found
 

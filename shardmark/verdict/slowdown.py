@@ -27,14 +27,16 @@ FEWEST_PAIRS = 100
 FEWEST_PROCESSES = 3
 """Fewest fresh processes that show a slowdown before it fails."""
 FEWEST_FOR_A_MEAN = 6
-"""Fewest fresh processes whose mean steps show a slowdown: by fewer, equal versions fail once in a thousand rows."""
+"""Fewest fresh processes whose mean steps show a slowdown. By three, replays of equal versions failed 20 times in
+30,000, by six never (`studies.verdicts`)."""
 USUAL_PROCESSES = 5
-"""Fresh processes that share the pairs of a pass: where steps are long, more pairs of each would say less."""
+"""Fresh processes of both versions that share the FEWEST_PAIRS of a pass, if steps are long: processes differ more than
+pairs of one do, so more pairs of each would say less."""
 UNSTEADY = 0.2
 """The run's own process, in which other cases ran before, may shift a ratio by this share: SDPA took 0.90 of eager
 attention's time in one, 0.76 in fresh ones."""
 
-_OUTLIERS = 6
+_PROCESSES_PER_OUTLIER = 6
 """One process in so many may lie where a neighbour pushed it."""
 
 _T_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -44,7 +46,7 @@ it is looked at after each process."""
 
 LOAD_EFFECT = 0.2
 """Smallest effect of a ratio to the calibration load: between two runs it moves, as products and copies meet other
-clock rates and neighbours than a step does. A step with one collective more was 1.16 to 1.30 times as long by it."""
+clock rates and neighbours than a step does. In one run, one collective more took 1.21 times as long by it."""
 EFFECTS = {"peer": SMALLEST_EFFECT, "load": LOAD_EFFECT}
 
 _STALL = 1.5
@@ -84,7 +86,7 @@ class Slowdown:
     low: float
     high: float
     least: float
-    """The smallest ratio of a process, of six or more without the outliers: one in six."""
+    """The smallest ratio of a process; of six or more, outliers are left out, one in six."""
     least_mean: float
     """The same of the quotient of a process's mean steps."""
     processes: int
@@ -108,6 +110,11 @@ class Slowdown:
     def shown(self, effect: float = SMALLEST_EFFECT) -> bool:
         """Whether the pairs show a median or a mean beyond that effect, whatever the processes."""
         return self.ratio.low > 1 + effect or self._in_mean(effect)
+
+    @property
+    def needed(self) -> int:
+        """Fresh processes that a failure needs."""
+        return FEWEST_PROCESSES if self.ratio.low > 1 else FEWEST_FOR_A_MEAN
 
     def _in_mean(self, effect: float) -> bool:
         """Whether the mean is beyond that effect by four standard errors."""
@@ -151,7 +158,7 @@ def paired(processes: Sequence[Pairs], confidence: float, fresh: bool = True) ->
 
 
 def error_of_processes(means: Sequence[float]) -> float:
-    """Two standard errors of the mean of several processes, by Student's t."""
+    """Half the width of the 95% interval of several processes' mean, by Student's t."""
     return _T_95[min(len(means) - 1, len(_T_95)) - 1] * stdev(means) / math.sqrt(len(means))
 
 
@@ -182,7 +189,7 @@ def slowdown(now: Paired, before: Paired | None = None) -> Slowdown:
 
 
 def _least(of_processes: Sequence[float]) -> float:
-    return sorted(of_processes)[len(of_processes) // _OUTLIERS]
+    return sorted(of_processes)[len(of_processes) // _PROCESSES_PER_OUTLIER]
 
 
 @dataclass(frozen=True)

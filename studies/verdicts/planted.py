@@ -1,4 +1,4 @@
-"""Ten planted changes, and what the gate prints of each."""
+"""Planted changes, and what the gate prints of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from studies.verdicts.runs import products_in, pytest_run
 MILLISECONDS = 10
 """Length of the step."""
 
-KEPT = ("time:", "memory:", "counters:", "slowdowns", "slower or larger", "faster or smaller", "  test_", "against ")
+KEPT = ("time:", "memory:", "counters:", "slowdowns", "slower or larger", "faster or smaller", "  test_", "-")
 """Beginnings of the lines that are shown; lines below a test's, which say what grew, are shown too."""
 
 

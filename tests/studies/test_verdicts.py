@@ -50,7 +50,7 @@ def test_the_page_counts_what_was_judged(tmp_path: Path) -> None:
     folder = tmp_path / "verdicts"
     folder.mkdir()
     ran = {"step": 5, "ranks": 1, "neighbour": "none", "real_time": False, "seconds": 20.0}
-    ran |= {"processes": [1.0, 1.01, 1], "ratio": 1.0, "interval": [0.98, 1.02]}
+    ran |= {"processes": [1.0, 1.01, 1], "means": [1.0, 1.01, 1], "ratio": 1.0, "interval": [0.98, 1.02]}
     lines = [
         ran | {"slower": 0, "verdict": PASS},
         ran | {"slower": 0, "verdict": UNDECIDED, "seconds": 60.0},
