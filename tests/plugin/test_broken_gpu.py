@@ -26,6 +26,8 @@ def test_next():
 
 @pytest.fixture(autouse=True)
 def _source(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):  # where these tests run in a worker themselves
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:cacheprovider -p shardmark.plugin.broken_gpu")
     pytester.makepyfile(SOURCE)
