@@ -83,8 +83,8 @@ def replayed(
     """The recording's events below `roots`, in order.
 
     A block's size is the next one `requested` at its address, if known, else the profiler's. Ranges name the modules. A
-    recording of Python calls splits ranges: there the calls of modules whose `id` is in `module_names` name them. Blocks
-    that are live at the end at the addresses `given_back` are workspace that a library kept.
+    recording of Python calls splits ranges: there the calls of modules whose `id` is in `module_names` name them.
+    Blocks that are live at the end at the addresses `given_back` are workspace that a library kept.
     """
     live, taken_by, collectives = _Live(), dict[Block, Any](), _Collectives()
     replayed: list[Event] = []
