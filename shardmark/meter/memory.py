@@ -34,6 +34,7 @@ from shardmark.api.workload import stage_listeners
 from shardmark.meter.allocations import ALLOCATOR, Allocated, Event, Marked, Released
 from shardmark.meter.gloo_workers import workers_free_first
 from shardmark.meter.recording import mark, recording
+from shardmark.ranks.process_setup import return_freed_memory
 
 PHASE, PEAK, STAGE, RESET = "phase ", "peak of ", "stage ", "reset"
 """Prefixes of the meter's marks: the end of a phase, a step's peak, the end of a stage, a reset of the peak."""
@@ -209,8 +210,9 @@ METERS = {"cpu": Meter, "cuda": _CudaMeter}
 
 
 def release(device: str) -> None:
-    """Free garbage, and on CUDA the caching allocator's free blocks, for other ranks and cases."""
+    """Free garbage, and the allocators' free blocks, for other ranks and cases."""
     gc.collect()
+    return_freed_memory()
     if device == "cuda":
         torch.cuda.empty_cache()
 

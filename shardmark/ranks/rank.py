@@ -28,10 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardmark.ranks import process_setup
 from shardmark.ranks.channel import receive, send
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.link import Host
-from shardmark.ranks.process_setup import bind_to_cores, keep_compiled_code_apart, let_segments_grow
 from shardmark.ranks.rank_state import Messages, RankState, seed_rank
 
 
@@ -264,7 +264,7 @@ def _join(rank: int, size: int, device: str, directory: Path, host: Host | None)
     threads = threads_of_a_rank(size)
     # Beside other workers cores would idle, and with a link the link decides.
     if device == "cpu" and _workers() == 1 and host is None:
-        bind_to_cores(rank, size)  # before the group's threads are there
+        process_setup.bind_to_cores(rank, size)  # before the group's threads are there
     join_group(dist.FileStore(str(directory / "rendezvous"), size), rank, size, device, rank, threads)
 
 
@@ -272,13 +272,13 @@ def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank:
     """Join the process group (NCCL or Gloo), a GPU for each rank of this machine, and that many threads."""
     torch.set_num_threads(threads)
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))  # as torch.compile does when it first compiles
-    keep_compiled_code_apart()
-    # The flight recorder keeps the last 2,000 collectives, which grows like a leak; users may set the variable.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    process_setup.keep_compiled_code_apart()
+    process_setup.keep_freed_memory()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # it would keep 2,000 collectives, growing like a leak
     Messages.count()
     gpu = None
     if device == "cuda":
-        let_segments_grow()
+        process_setup.let_segments_grow()
         gpu = torch.device("cuda", local_rank)
         torch.cuda.set_device(gpu)
     dist.init_process_group("gloo" if gpu is None else "nccl", store=store, rank=rank, world_size=size, device_id=gpu)

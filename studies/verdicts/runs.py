@@ -62,8 +62,8 @@ def changed(before: Step, slower: int | str) -> Step:
 def pytest_run(folder: Path, *options: str) -> tuple[int, str, float]:
     """Run the suite's command in the folder: (exit status, output, seconds)."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--device=cpu", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_PLUGINS": "shardmark.plugin"}
-    environment.pop("PYTEST_ADDOPTS", None)
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**outer, "PYTHONPATH": str(ROOT), "PYTEST_PLUGINS": "shardmark.plugin"}
     began = time.perf_counter()
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return ended.returncode, ended.stdout + ended.stderr, time.perf_counter() - began

@@ -1,17 +1,21 @@
 """Requirements are tried when a test needs them; where the machine lacks one, the test is skipped with the reason."""
 
+import ctypes
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 from runpy import run_path
+from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
 
 from correctness.support.paths import ROOT
 from shardmark.api.requirements import error_line
-from shardmark.ranks.process_setup import TURNED, begin_with_own_device
+from shardmark.meter.memory import release
+from shardmark.ranks.process_setup import TURNED, begin_with_own_device, keep_freed_memory
 from shardmark.ranks.world import World
 
 pytest_plugins = ["pytester", "tests.support.project"]
@@ -179,3 +183,42 @@ def test_it_does_so_before_cuda_is_asked_whether_it_works(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: not seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
     run_path(str(ROOT / "conftest.py"))
     assert seen[0] == "7,5"
+
+
+def _faults_of_a_step() -> tuple[float, float]:
+    """Page faults of a step that frees 8 MiB, and MiB that the process lost to `release` afterwards."""
+    kept = [torch.zeros(1 << 21) for _ in range(2)]  # of what lies above and below
+    for _ in range(3):
+        torch.zeros(1 << 21)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.zeros(1 << 21)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    del kept
+    resident = _resident()
+    release("cpu")
+    return faults / 10, resident - _resident()
+
+
+def _resident() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt, as glibc has")
+def test_a_rank_keeps_what_a_step_frees_until_the_case_ends() -> None:
+    """Or a step's page faults depend on its heap's layout."""
+    with World(1) as world:
+        ((faults, returned),) = world.run(_faults_of_a_step)
+    assert faults < 0.01 * 8 * 2**20 / resource.getpagesize() and returned >= 16
+
+
+@pytest.mark.parametrize("variable", [None, "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_the_allocator_that_a_user_has_configured_stays(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+        monkeypatch.delenv(name)
+    if variable is not None:
+        monkeypatch.setenv(variable, "")
+    options: list[int] = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Namespace(mallopt=lambda option, value: options.append(option)))
+    keep_freed_memory()
+    assert len(options) == (2 if variable is None else 0)

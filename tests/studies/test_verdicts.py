@@ -35,7 +35,7 @@ def test_the_project_finds_one_more_collective_and_one_more_copy(tmp_path: Path)
     make(tmp_path, BEFORE)
     change(tmp_path, replace(BEFORE, collectives=5, copies=2))
     status, said, _ = pytest_run(tmp_path, "--against-ref=before", "-k", "mine and 2ranks")
-    assert status == 1 and "5 collectives, 4 in before" in said and "1 more: aten::clone" in said
+    assert status == 1 and "5 collectives, 4 in before" in said and "1 more: aten::clone" in said, said
 
 
 @pytest.mark.parametrize("name", NEIGHBOURS)

@@ -160,9 +160,12 @@ def _run(
 def environment_of_a_run(**changes: str | None) -> dict[str, str]:
     """Ours, without what tells a pytest or a torchrun that it runs inside another; None removes a variable.
 
-    No bytecode: its files are no rows, though they are renamed as those are.
+    The number of workers stays: as one of them, a run has its share of the cores. No bytecode: its files are no rows,
+    though they are renamed as those are.
     """
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TORCHELASTIC"))}
+    inner = ("PYTEST_", "TORCHELASTIC")
+    kept = "PYTEST_XDIST_WORKER_COUNT"
+    ours = {name: value for name, value in os.environ.items() if name == kept or not name.startswith(inner)}
     changed = {**ours, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **changes}
     return {name: value for name, value in changed.items() if value is not None}
 
