@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Numbers of options in C's malloc.h."""
 
 TURNED = "SHARDMARK_DEVICES_OF_WORKER"
@@ -54,16 +54,17 @@ def let_segments_grow() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let C's allocator keep what is freed for the next step, as CUDA's caching allocator does, unless the user has
-    configured it (mallopt(3); only glibc has it).
+    """Let C's allocator keep the blocks below 32 MiB that are freed for the next step, as CUDA's caching allocator does,
+    unless the user has configured it (mallopt(3); only glibc has it).
 
-    It would return the top of its heap, and blocks of 128 KiB to 32 MiB, to the operating system; which ones, and so a
-    step's page faults, depends on the heap's layout. Two processes of the same code took 0.76 to 1.29 times as long as
-    each other (1,800 to 8,200 faults in a step of 15 ms); with what is freed kept, 0.97 to 1.02 times (100 faults).
+    It would return the top of its heap to the operating system whenever that is large, and so a step's page faults
+    depend on the heap's layout, which all processes of one forkserver share. Equal versions of a step of 15 ms took
+    0.76 to 1.29 times as long as each other, with 1,800 to 8,200 faults, in each process of a run alike; with what is
+    freed kept, 0.97 to 1.02 times. Larger blocks have pages of their own in any layout.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the largest that it takes
         mallopt(_M_TRIM_THRESHOLD, -1)
 
 

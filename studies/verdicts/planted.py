@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from studies.verdicts.project import NAME, Step, change, make
-from studies.verdicts.runs import products_in, pytest_run
+from studies.verdicts.runs import passes_in, pytest_run
 
 MILLISECONDS = 10
 """Length of the step."""
@@ -33,8 +33,8 @@ def changes(before: Step) -> Iterator[tuple[str, Step, str]]:
 
 def write(file: Path) -> None:
     """Run each change against the version before it and against its file, and write what is said."""
-    products = products_in(MILLISECONDS)
-    before = Step(repeated=products, peer=products)
+    passes = passes_in(MILLISECONDS)
+    before = Step(repeated=passes, peer=passes)
     with tempfile.TemporaryDirectory() as name, file.open("w") as out:
         folder = Path(name)
         make(folder, before)

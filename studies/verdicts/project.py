@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,8 +14,9 @@ NAME = "before"
 
 @dataclass(frozen=True)
 class Step:
-    """The work of the step: `repeated` products; every `stall_every`-th step does `stall` times as many; iterations of
-    Python; all-reduces; copies; bytes that are held. `peer` are the peer's products."""
+    """The work of the step: `repeated` passes forward and backward, each of which allocates and frees blocks of 64 and
+    256 KiB; every `stall_every`-th step does `stall` times as many; iterations of Python; all-reduces; copies; bytes
+    that are held. `peer` are the peer's passes."""
 
     repeated: int
     peer: int
@@ -39,6 +41,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from model import make_model
 
 from shardmark.api import Family, Race, add_family, register
 
@@ -54,29 +57,28 @@ class Case:
         return f"{self.ranks}ranks"
 
 
-class Products:
-    """`step(number)` does that many products."""
+class Passes:
+    """`step(number)` does that many passes."""
 
 
 class Repeat:
     backend = "torch"
 
     def __init__(self, implementation, case, device):
-        self.products, self.number = implementation.target(), 0
+        self.passes, self.number = implementation.target(), 0
         self.mine = implementation.name == "mine"
-        self.layer = torch.nn.Linear(96, 96, bias=False)
-        self.inputs = torch.randn(96, 96)
+        self.model, self.inputs = make_model()
         self.gradients = torch.zeros(4 * 96 * 96)
         self.held = torch.zeros(GIVEN["held"] // 4 if self.mine else 1)
 
     def prepare(self):
-        self.layer.weight.grad = None
+        self.model.zero_grad()
 
     def step(self, mark):
         self.number += 1
         stalls = self.mine and GIVEN["stall_every"] and self.number % GIVEN["stall_every"] == 0
-        for _ in range(self.products * (GIVEN["stall"] if stalls else 1)):
-            self.layer(self.inputs).sum().backward()
+        for _ in range(self.passes * (GIVEN["stall"] if stalls else 1)):
+            self.model(self.inputs).square().mean().backward()
         total = 0
         for i in range(GIVEN["python"] if self.mine else 1000):
             total += i
@@ -87,9 +89,9 @@ class Repeat:
                 dist.all_reduce(bucket)
 
 
-add_family(Family("products", Products, reference="peer", check=lambda target, device: None))
-register("products", "peer", lambda: GIVEN["peer"])
-register("products", "mine", lambda: GIVEN["repeated"], time=Race("peer"))
+add_family(Family("passes", Passes, reference="peer", check=lambda target, device: None))
+register("passes", "peer", lambda: GIVEN["peer"])
+register("passes", "mine", lambda: GIVEN["repeated"], time=Race("peer"))
 '''
 TEST = '''
 """One row for each number of ranks."""
@@ -100,7 +102,7 @@ from steps import Case, Repeat
 from shardmark.api import Work
 
 
-@pytest.mark.family("products")
+@pytest.mark.family("passes")
 @pytest.mark.parametrize("ranks", [1, 2], ids=["1ranks", "2ranks"])
 def test_step(implementation, ranks, measure):
     measure(Repeat, implementation, Case(ranks), work=Work(flops=1), world_size=ranks)
@@ -112,6 +114,7 @@ def make(folder: Path, step: Step) -> None:
     files = {"conftest.py": CONFTEST, "pytest.ini": PYTEST_INI, "steps.py": STEPS, "test_step.py": TEST}
     for name, text in files.items():
         (folder / name).write_text(text.lstrip("\n"))
+    shutil.copy(Path(__file__).with_name("model.py"), folder)
     change(folder, step)
     who = ["-c", "user.name=study", "-c", "user.email=study@example.org"]
     for command in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "before"], ["tag", NAME]):

@@ -143,11 +143,11 @@ def _spread(equal: Sequence[Run]) -> str:
 PAGE = """# What the gate finds, and how often it errs
 
 Written by `python -m studies.verdicts report`. Each of the {count} runs is the command that people type, in fresh
-processes, in a repository made for it: `pytest --against-ref before`, with a step of products of matrices that does a
-known share more of them than the version before, or does three times as many every twentieth time (the mean is 10%
-longer). On two ranks it also all-reduces gradients in four buckets. Two shared cores; neighbours
-are other processes: `busy`, on and off in turns; `drift`, busier and busier; `spikes`, two with short bursts. A run has
-{seconds} s in the median, with all that pytest does.
+processes, in a repository made for it: `pytest --against-ref before`, with a step of passes forward and backward
+through two layers that does a known share more of them than the version before, or does three times as many every
+twentieth time (the mean is 10% longer). On two ranks it also all-reduces gradients in four buckets. Two shared cores;
+neighbours are other processes: `busy`, on and off in turns; `drift`, busier and busier; `spikes`, two with bursts. A
+run has {seconds} s in the median, with all that pytest does.
 
 {tables}
 

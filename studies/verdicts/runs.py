@@ -18,10 +18,11 @@ import torch
 
 from shardmark.rows.pairs import read
 from shardmark.verdict.slowdown import slowdown
+from studies.verdicts.model import make_model
 from studies.verdicts.neighbours import neighbours
 from studies.verdicts.project import NAME, Step, change, make
 
-STEPS_MS = (5, 40, 100)
+STEPS_MS = (10, 40, 100)
 """Lengths of a step, of one rank."""
 STALL = "stalls of 10%"
 SLOWER: tuple[int | str, ...] = (0, 5, 10, STALL)
@@ -40,15 +41,15 @@ class Setting:
     real_time: bool = False
 
 
-def products_in(milliseconds: float) -> int:
-    """The number of products that take about so long on this machine; 20 at least."""
-    layer, inputs = torch.nn.Linear(96, 96, bias=False), torch.randn(96, 96)
+def passes_in(milliseconds: float) -> int:
+    """The number of passes that take about so long on this machine; 20 at least."""
+    model, inputs = make_model()
     torch.set_num_threads(1)
     for _ in range(20):
-        layer(inputs).sum().backward()
+        model(inputs).square().mean().backward()
     began = time.perf_counter()
     for _ in range(100):
-        layer(inputs).sum().backward()
+        model(inputs).square().mean().backward()
     return max(20, round(milliseconds / 1e3 / ((time.perf_counter() - began) / 100)))
 
 
@@ -72,8 +73,8 @@ def pytest_run(folder: Path, *options: str) -> tuple[int, str, float]:
 def judge(setting: Setting) -> dict[str, Any]:
     """One run of `pytest --against-ref before`: the setting, the verdict on time, seconds of the command, pairs."""
     with tempfile.TemporaryDirectory() as name:
-        folder, products = Path(name), products_in(setting.step)
-        before = Step(repeated=products, peer=products)
+        folder, passes = Path(name), passes_in(setting.step)
+        before = Step(repeated=passes, peer=passes)
         make(folder, before)
         change(folder, changed(before, setting.slower))
         options = [f"--against-ref={NAME}", "-k", f"mine and {setting.ranks}ranks", "--benchmark-json=out.json"]
@@ -89,13 +90,15 @@ def run(file: Path, minutes: float, real_time: bool) -> None:
     """Add runs of random settings to the file until the minutes are over; half of them beside no neighbour, of those in
     real time none."""
     until, generator = time.monotonic() + 60 * minutes, random.Random(secrets.randbits(64))
+    version = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(version, capture_output=True, text=True, check=True).stdout.strip()
     file.parent.mkdir(parents=True, exist_ok=True)
     while time.monotonic() < until:
         neighbour = generator.choice(["busy", "drift", "spikes", *([] if real_time else 3 * ["none"])])
         setting = Setting(
             generator.choice(STEPS_MS), generator.choice(SLOWER), generator.choice([1, 1, 2]), neighbour, real_time
         )
-        line = judge(setting)
+        line = {"commit": commit, **judge(setting)}
         with file.open("a") as lines:
             lines.write(f"{json.dumps(line)}\n")
         print(line, flush=True)

@@ -17,9 +17,9 @@ from studies.verdicts.runs import STALL, changed, pytest_run
 BEFORE = Step(repeated=20, peer=20)
 
 
-@pytest.mark.parametrize(("slower", "products"), [(0, 20), (5, 21), (10, 22)])
-def test_a_slower_step_does_a_known_share_more(slower: int, products: int) -> None:
-    assert changed(BEFORE, slower) == replace(BEFORE, repeated=products)
+@pytest.mark.parametrize(("slower", "passes"), [(0, 20), (5, 21), (10, 22)])
+def test_a_slower_step_does_a_known_share_more(slower: int, passes: int) -> None:
+    assert changed(BEFORE, slower) == replace(BEFORE, repeated=passes)
 
 
 def test_stalls_leave_the_median_as_it_was() -> None:
