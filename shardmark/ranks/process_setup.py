@@ -54,8 +54,8 @@ def let_segments_grow() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let C's allocator keep the blocks below 32 MiB that are freed for the next step, as CUDA's caching allocator does,
-    unless the user has configured it (mallopt(3); only glibc has it).
+    """Let C's allocator keep freed blocks below 32 MiB for the next step, as CUDA's caching allocator does, unless the
+    user has configured it (mallopt(3); only glibc has it).
 
     It would return the top of its heap to the operating system whenever that is large, and so a step's page faults
     depend on the heap's layout, which all processes of one forkserver share. Equal versions of a step of 15 ms took
