@@ -237,9 +237,13 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
-    """Save the rows before pytest-benchmark would, and before any test's fixture is torn down."""
+    """Save the rows before pytest-benchmark would, and before any test's fixture is torn down. A run whose rows are not
+    all where they were asked for does not pass."""
+    rows = session.config.stash[SESSION].rows
     try:
-        session.config.stash[SESSION].rows.finish()
+        rows.finish()
+        if rows.lost:
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
     except KeyboardInterrupt:  # while they were written; the run ends in any case
         session.exitstatus = pytest.ExitCode.INTERRUPTED
     return (yield)

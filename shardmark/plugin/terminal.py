@@ -17,8 +17,12 @@ REPORTED = "fE"
 
 
 def write_summary(terminal: pytest.TerminalReporter, session: Session, verbose: bool) -> None:
-    """Print the screen, with the rows' file and the budgets that matched no test; what failed comes last."""
+    """Print the screen, with the rows' file and the budgets that matched no test; what failed comes last, and below it
+    the rows that are not where they were asked for, which the first line says too."""
     rows = session.rows.rows
+    lost = [printable(line) for line in session.rows.lost]
+    for line in lost:
+        terminal.write_line(line, red=True)
     if verbose:
         for title, lines in tables.render(rows, session.questions, every_column=True):
             terminal.section(title, sep="-")
@@ -34,16 +38,15 @@ def write_summary(terminal: pytest.TerminalReporter, session: Session, verbose: 
             terminal.reportchars = ""  # the screen lists what failed
     for text, style in files:
         terminal.write_line(text, **style)
+    for line in lost:
+        terminal.write_line(line, red=True)
 
 
 def _files(session: Session) -> Iterator[Styled]:
-    """Where the rows are, what could not be written, and budgets without a test."""
+    """Where the rows are, and budgets without a test."""
     rows = session.rows.rows
     if rows and session.rows.path is not None:
         yield f"{len(rows)} row{'s' * (len(rows) != 1)} in {printable(str(session.rows.path))}", {}
-    for option, trouble in (("json", session.rows.trouble), ("save", session.rows.not_saved)):
-        if trouble is not None:
-            yield printable(f"--benchmark-{option}: {trouble}"), {"red": True}
     for budget in session.budgets:
         if budget.pattern not in session.matched_budgets:
             yield f'--budgets: no measured test matches "{printable(budget.pattern)}"', {"yellow": True}

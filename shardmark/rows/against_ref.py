@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from shardmark.meter.measure_case import measure
-from shardmark.meter.plan import PEER, Measured, Plan, Rounds
+from shardmark.meter.plan import Measured, Plan, Rounds
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.world import RankError, World, Worlds
 from shardmark.rows.baseline import BaselineRow
@@ -32,7 +32,7 @@ from shardmark.rows.row import Row
 from shardmark.rows.turns import HERE, Race, Run, race
 from shardmark.text import printable
 from shardmark.verdict.accept import Accepted
-from shardmark.verdict.slowdown import LARGEST, slowdown
+from shardmark.verdict.slowdown import LARGEST, REF, slowdown
 
 LONGEST_REASON = 200
 """Most characters shown of the reason why a case fails in the other version."""
@@ -69,7 +69,7 @@ class AgainstRef:
         row["ref"] |= {"ratio": pairs.ratio.center, "interval": pairs.ratio.ends, "pairs": pairs_entry(pairs)}
         old = BaselineRow.of({**row, "time": {}, "memory": memory, "counters": counters})
         text = f"the time that it takes in {self.name}"
-        time = change_of(slowdown(pairs), PEER, self.largest, text, raced.stalls)
+        time = change_of(slowdown(pairs), REF, self.largest, text, raced.stalls)
         return self._comparison.add(test_id, {**compare(old, row, True, self.name), "time": [time]})
 
     def pytest_report_header(self) -> str:

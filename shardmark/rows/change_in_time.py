@@ -49,7 +49,7 @@ def changes_in_time(baseline: BaselineRow, row: Row, baseline_name: str, largest
 
 
 def change_of(found: Slowdown, name: str, largest: float, than: str, stalls: str = "") -> Change:
-    """The change of a ratio to the "peer" or the "load", or of another commit's time; `than` names the earlier time."""
+    """The change of a ratio to the "ref", the "peer" or the "load"; `than` names the earlier time."""
     verdict = judged(found, name, largest)
     text = f"{found.ratio.center:.3f}x {than}, {found}"
     if stalls and found.mean > found.ratio.center:

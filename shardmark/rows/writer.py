@@ -66,6 +66,12 @@ class RowFile:
                 if not self._file.is_whole(len(self.rows)):
                     self._rescue()
 
+    @property
+    def lost(self) -> list[str]:
+        """A line for each file that lacks rows, with the reason."""
+        troubles = ("json", self.trouble), ("save", self.not_saved)
+        return [f"--benchmark-{option}: {trouble}" for option, trouble in troubles if trouble is not None]
+
     def backends(self, family: str) -> list[str]:
         """Names of the backends that ran this family's workloads."""
         rows = [entry["extra_info"] for entry in self.rows]

@@ -13,8 +13,8 @@ from studies.verdicts.runs import passes_in, pytest_run
 MILLISECONDS = 10
 """Length of the step."""
 
-KEPT = ("time:", "memory:", "counters:", "slowdowns", "slower or larger", "faster or smaller", "  test_", "-")
-"""Beginnings of the lines that are shown; lines below a test's, which say what grew, are shown too."""
+KEPT = ("time:", "memory:", "counters:", "slowdowns", "slower or larger", "faster or smaller", "  test_")
+"""Beginnings of the lines that are shown, below the last heading; lines below a test's say what grew."""
 
 
 def changes(before: Step) -> Iterator[tuple[str, Step, str]]:
@@ -61,5 +61,5 @@ def write(file: Path) -> None:
 
 
 def _shown(said: str) -> str:
-    lines = (line for line in said.splitlines() if line.startswith((*KEPT, "    ")) and not line.endswith("%]"))
-    return "".join(f"    {line[:300]}\n" for line in lines)
+    ended = said[max(said.rfind("- against "), 0) :].splitlines()
+    return "".join(f"    {line[:300]}\n" for line in ended if line.startswith((*KEPT, "    ")))
