@@ -21,6 +21,7 @@ SMALL = "-p shardmark.plugin -p no:cacheprovider --device cpu --scale smoke --be
 LARGER = ("parts: int = 4", "parts: int = 2")
 """In the step and in its formula: two parts need more memory at a time than four."""
 CHANGED = "in_micro_batches or not at_once"
+"""For -k: the rows that the change is in, and all tests."""
 WANTED = '["*test_step[in_micro_batches*"]\nmemory = 1.7\ncounters = 2\nwhy = "two parts in place of four"\n'
 
 
@@ -43,9 +44,9 @@ class Played:
         return next(line for line in self.summary.splitlines() if line.startswith("**"))
 
 
-def play(repository: Path, rows: str = "") -> Played:
-    """Run the steps in order, as GitHub does: those after a failed one only if they always run. `rows` leaves others
-    out, as -k does, for the tests too."""
+def play(repository: Path, chosen: str = "test") -> Played:
+    """Run the steps in order, as GitHub does: those after a failed one only if they always run. `chosen` is -k for
+    rows and tests."""
     summary = repository.parent / "summary.md"
     summary.unlink(missing_ok=True)
     for left in ("new.json", "new.md"):  # a job starts in a fresh checkout
@@ -53,7 +54,7 @@ def play(repository: Path, rows: str = "") -> Played:
     environment = environment_of_a_run(
         GITHUB_BASE_REF="main",
         GITHUB_STEP_SUMMARY=str(summary),
-        PYTEST_ADDOPTS=f"{SMALL} -k '{rows or 'test'}'",
+        PYTEST_ADDOPTS=f"{SMALL} -k '{chosen}'",
         PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin",
     )
     green, output = True, ""
