@@ -6,7 +6,7 @@ import random
 import pytest
 
 from shardmark.verdict.betting import FAIL, PASS, UNDECIDED
-from shardmark.verdict.slowdown import Gate, Pairs, Slowdown, paired, slowdown, stalls
+from shardmark.verdict.slowdown import EFFECTS, Gate, Pairs, Slowdown, judged, paired, slowdown, stalls
 
 CONFIDENCE = 0.999
 
@@ -52,6 +52,14 @@ def test_a_pass_excludes_what_is_over_the_largest_slowdown() -> None:
     now = found()
     assert 0 < now.not_excluded < 0.05 and now.verdict(now.not_excluded * 0.9) == UNDECIDED
     assert now.verdict(now.not_excluded) == PASS
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_what_runs_differ_by_fails_beside_the_same_runs_step_alone(name: str) -> None:
+    """A ratio to the peer moves by 5% between runs, and one to the load by 20%."""
+    for slower, fails in ((1.04, {"ref"}), (1.1, {"ref", "peer"}), (1.3, {"ref", "peer", "load"})):
+        exact = slowdown(paired([([slower] * 100, [1.0] * 100)] * 3, 0.99))
+        assert (judged(exact, name, 0.05) == FAIL) == (name in fails), slower
 
 
 def test_equal_steps_of_processes_that_differ_do_not_fail() -> None:
