@@ -35,7 +35,7 @@ from shardmark.meter.plan import Plan
 from shardmark.predict.simulation.on_ranks import step_seconds
 from shardmark.predict.simulation.this_machine import Machine
 from shardmark.ranks.link import Link
-from shardmark.ranks.world import Worlds
+from shardmark.ranks.worlds import Worlds
 
 TURNS, STEPS = 2, 5
 STRATEGIES = (

@@ -18,7 +18,8 @@ from shardmark.api import Implementation
 from shardmark.meter.communication import tcp_bytes_sent
 from shardmark.plugin import WorldsBySize
 from shardmark.plugin.session import SESSION
-from shardmark.ranks.world import World, Worlds, available_ranks
+from shardmark.ranks.world import World, available_ranks
+from shardmark.ranks.worlds import Worlds
 
 OURS = ("ring", "direct")
 

@@ -30,6 +30,7 @@ from shardmark.plugin.collection import pytest_generate_tests as pytest_generate
 from shardmark.plugin.fresh import TimesAgain
 from shardmark.plugin.judge import Judge, not_refusable
 from shardmark.plugin.measure import Measure
+from shardmark.plugin.once_more import OnceMore
 from shardmark.plugin.options import pytest_addoption as pytest_addoption
 from shardmark.plugin.progress import Progress
 from shardmark.plugin.session import SESSION, implementation_of, measures, start_session
@@ -39,7 +40,8 @@ from shardmark.ranks import torchrun
 from shardmark.ranks.link import Link
 from shardmark.ranks.process_setup import begin_with_own_device, keep_compiled_code_apart
 from shardmark.ranks.rank import WorldError, WorldLostError
-from shardmark.ranks.world import RankError, World, Worlds
+from shardmark.ranks.world import RankError, World
+from shardmark.ranks.worlds import Worlds
 from shardmark.report.outcomes import Undecided
 from shardmark.rows.machine import describe_machine
 from shardmark.text import printable
@@ -91,6 +93,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Progress(config), "shardmark progress")
     config.pluginmanager.register(Undecided(), "shardmark undecided")
     config.pluginmanager.register(session.outcomes, "shardmark outcomes")
+    if isinstance(session.worlds, Worlds):
+        config.pluginmanager.register(OnceMore(session, session.worlds), "shardmark once more")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
     for name, compares in (("against", session.against), ("against-ref", session.against_ref)):
@@ -153,13 +157,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
     """Skip a test whose implementation refuses what its contract lets it refuse, or whose world is lost; the error's
-    text is the reason. Any other refusal fails the test. A test that measures gives no verdict, and is skipped."""
+    text is the reason; so does `pytest.skip` on the ranks, where no implementation is judged. Any other refusal fails
+    the test. A test that measures gives no verdict, and is skipped."""
     try:
         return (yield)
     except WorldLostError as error:  # no fault of this test
         note_unasked(str(error))
         pytest.skip(str(error))
     except (Unsupported, RankError) as error:
+        if isinstance(error, RankError) and error.skipped and not pyfuncitem.config.stash[SESSION].selected:
+            pytest.skip(error.skipped)
         cause = error.exception if isinstance(error, RankError) else error
         if not isinstance(cause, Unsupported):
             raise
@@ -192,6 +199,8 @@ def worlds(pytestconfig: pytest.Config) -> WorldsBySize:
         except WorldError as error:
             note_unasked(str(error))
             pytest.skip(str(error))
+        except OSError as error:  # no loopback interface: nothing that the machine lacks, but something to mend
+            pytest.fail(str(error.strerror or error), pytrace=False)
 
     return get
 

@@ -17,7 +17,7 @@ import pytest
 
 from shardmark.meter.again import time_again
 from shardmark.meter.plan import LOAD, PEER, Measured, Plan
-from shardmark.ranks.world import Worlds
+from shardmark.ranks.worlds import Worlds
 from shardmark.rows.against import Against
 from shardmark.rows.case_times import CaseKey, CaseTimes
 from shardmark.rows.pairs import NAMES, paired_with, sums

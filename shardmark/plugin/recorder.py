@@ -20,7 +20,7 @@ from shardmark.meter.over_budget import Held, excess_lines
 from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured, Plan
 from shardmark.plugin.fresh import Fresh
 from shardmark.plugin.grown import lines_of
-from shardmark.ranks.world import Worlds
+from shardmark.ranks.worlds import Worlds
 from shardmark.report.outcomes import LEFT_OPEN
 from shardmark.rows.atomic_json import dumped
 from shardmark.rows.case_times import CaseKey

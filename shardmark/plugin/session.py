@@ -23,7 +23,8 @@ from shardmark.ranks import torchrun
 from shardmark.ranks.deadline import MEASURED, TRIED, Deadlines
 from shardmark.ranks.link import Link, LinkError
 from shardmark.ranks.signals import Ending
-from shardmark.ranks.world import DEADLINE, Worlds
+from shardmark.ranks.world import DEADLINE
+from shardmark.ranks.worlds import Worlds
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.output import Report
 from shardmark.report.questions import Questions

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardmark.api.registry import Unsupported
 from shardmark.meter.hardware import THIS, Hardware, hardware
 from shardmark.ranks.link import Link
-from shardmark.ranks.world import WorldError, Worlds, check_size
+from shardmark.ranks.world import WorldError, check_size
+from shardmark.ranks.worlds import Worlds
 
 if TYPE_CHECKING:
     from shardmark.predict.simulation.this_machine import Machine

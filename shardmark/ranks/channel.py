@@ -9,12 +9,13 @@ from __future__ import annotations
 import select
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Iterable
 
 _HEADER = struct.Struct(">4sQQ")  # MARK, the call, how many bytes follow
 _MARK = b"rank"
+AT_ONCE = 2**24
+"""Most bytes of memory that a message gets before any of it has arrived."""
 
 
 class GarbledError(ValueError):
@@ -67,45 +68,45 @@ class Channel:
 
 
 class _Incoming:
-    """The next message, as far as it has arrived, in memory of its own size."""
+    """The next message, as far as it has arrived, in memory of at most twice that size."""
 
     def __init__(self) -> None:
-        self._begin(bytearray(_HEADER.size), call=None)
+        self._begin(_HEADER.size, call=None)
 
-    def _begin(self, buffer: bytearray, call: int | None) -> None:
-        self._buffer, self._call, self._here = buffer, call, 0
+    def _begin(self, length: int, call: int | None) -> None:
+        self._buffer, self._length, self._call, self._here = bytearray(min(length, AT_ONCE)), length, call, 0
 
     def move(self, end: socket.socket) -> tuple[int, bytearray] | None:
         """Receive once. Return the message if it is complete, else None. Raise EOFError if the other end is closed."""
-        if self._here < len(self._buffer):
+        if self._here < self._length:
+            if self._here == len(self._buffer):  # what a header claims may never come
+                self._buffer.extend(bytes(min(len(self._buffer), self._length - self._here)))
             received = end.recv_into(memoryview(self._buffer)[self._here :])
             if not received:
                 raise EOFError
             self._here += received
-        if self._here < len(self._buffer):
+        if self._here < self._length:
             return None
         if self._call is None:
             mark, call, length = _HEADER.unpack(self._buffer)
             if mark != _MARK:
                 raise GarbledError
-            try:
-                self._begin(bytearray(length), call)
-            except (MemoryError, OverflowError):
-                raise GarbledError from None
+            self._begin(length, call)
             return None if length else self.move(end)
         call, message = self._call, self._buffer
-        self._begin(bytearray(_HEADER.size), call=None)
+        self._begin(_HEADER.size, call=None)
         return call, message
 
 
-def ready(channels: Iterable[Channel], others: Iterable[int], end: float) -> set[int]:
-    """File descriptors of the channels that can move and of `others` that can be read, at the latest at `end`."""
+def ready(channels: Iterable[Channel], others: Iterable[int], seconds: float) -> set[int]:
+    """File descriptors of the channels that can move and of `others` that can be read, after `seconds` at the
+    latest."""
     poll = select.poll()
     for channel in channels:
         poll.register(channel, select.POLLIN | (select.POLLOUT if channel.has_unsent else 0))
     for other in others:
         poll.register(other, select.POLLIN)
-    return {descriptor for descriptor, _ in poll.poll(max(0.0, end - time.monotonic()) * 1000)}
+    return {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
 
 
 def receive(end: socket.socket) -> tuple[int, bytearray]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from shardmark.api import finding, registry
+from shardmark.ranks import private_folder
 
 INSTALLED = ("site-packages", "dist-packages")
 """Folders of installed packages, which belong to no version, even inside the repository."""
@@ -71,7 +70,7 @@ class Checkout:
 
     def remove(self) -> None:
         """Remove the copy."""
-        shutil.rmtree(self.copy, ignore_errors=True)
+        private_folder.remove(self.copy)
 
 
 def check_out(ref: str, folder: Path) -> Checkout:
@@ -80,7 +79,7 @@ def check_out(ref: str, folder: Path) -> Checkout:
     root = Path(_git(ref, folder, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
     commit = _git(ref, folder, "rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}").decode().strip()
     archive = _git(ref, root, "archive", commit)
-    copy = Path(tempfile.mkdtemp(prefix="shardmark-ref-")).resolve()
+    copy = private_folder.make("shardmark-ref-").resolve()
     checkout = Checkout(ref, commit, root.resolve(), copy)
     try:
         with tarfile.open(fileobj=BytesIO(archive)) as files:

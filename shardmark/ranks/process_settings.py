@@ -1,55 +1,27 @@
-"""A process's settings that a test may change: Python's are restored, the operating system's compared."""
+"""A process's settings that a call may change: Python's and NumPy's are restored, the operating system's compared."""
 
 from __future__ import annotations
 
+import decimal
+import faulthandler
 import gc
+import locale
+import logging
+import operator
 import os
 import resource
 import signal
+import socket
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-from torch.backends import cuda
-from torch.nn.modules import module
+import numpy as np
 
-Setting = tuple[Callable[[], Any], Callable[[Any], object]]
-
-_HOOKS = [hooks for name, hooks in vars(module).items() if name.startswith("_global") and isinstance(hooks, dict)]
-"""Hooks of every module. Hooks of every optimizer are left out: a wrapper registers its own once, for good."""
-
-_FLAGS = [
-    "cublas_allow_tf32",
-    "cudnn_allow_tf32",
-    "cudnn_benchmark",
-    "cudnn_deterministic",
-    "cudnn_enabled",
-    "mkldnn_deterministic",
-    "mkldnn_enabled",
-    "nnpack_enabled",
-    "deterministic_fill_uninitialized_memory",
-    "warnAlways",
-]
-"""PyTorch's flags in `torch._C`; which of them exist depends on its version. The order in which SDPA prefers its
-kernels is left out: PyTorch sets it at the first call on CUDA, for good."""
-
-
-def _set_hooks(before: list[dict[int, Any]]) -> None:
-    for hooks, old in zip(_HOOKS, before, strict=True):
-        hooks.clear()
-        hooks.update(old)
-
-
-def _saved_tensors_hooks() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _drop_saved_tensors_hooks(there: bool) -> None:
-    while not there and _saved_tensors_hooks():
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+from shardmark.ranks.torch_settings import Setting
 
 
 def _umask() -> int:
@@ -58,8 +30,8 @@ def _umask() -> int:
 
 
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGPIPE)
-"""Signals whose handlers are compared; SIGCHLD is left out, as data loaders handle it."""
+_SIGNALS = sorted(signal.valid_signals() - {signal.SIGCHLD})
+"""Signals whose handlers are compared; data loaders handle SIGCHLD."""
 _LIMITS = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
 
 
@@ -73,58 +45,63 @@ def _set_errors_of_warnings(before: list[Any]) -> None:
     warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
-def _flushes_denormals() -> bool:
-    return bool(torch.full((), 1e-310, dtype=torch.float64, device="cpu").mul(1.0) == 0)
+def _set_logging(before: tuple[int, int]) -> None:
+    logging.root.setLevel(before[0])
+    logging.disable(before[1])
+
+
+def _decimals() -> tuple[Any, ...]:
+    """Arguments of a context like that of this thread; flags that computing has raised are left out."""
+    now = decimal.getcontext()
+    traps = [signal_ for signal_, is_set in now.traps.items() if is_set]
+    return now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp, [], traps
+
+
+class Watchdog:
+    """Notices that a call has set faulthandler's watchdog, which would end the process, or write stacks, later."""
+
+    is_set = False
+
+    @classmethod
+    def notice(cls) -> None:
+        """Begin to notice."""
+        later, cancel = faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later
+
+        def dump_traceback_later(*args: Any, **kwargs: Any) -> None:
+            cls.is_set = True
+            later(*args, **kwargs)
+
+        def cancel_dump_traceback_later() -> None:
+            cls.is_set = False
+            cancel()
+
+        faulthandler.dump_traceback_later = dump_traceback_later
+        faulthandler.cancel_dump_traceback_later = cancel_dump_traceback_later
 
 
 PYTHON: dict[str, Setting] = {
     "the recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "the seconds between threads": (sys.getswitchinterval, sys.setswitchinterval),
     "the interpreter's trace function": (sys.gettrace, sys.settrace),
     "the interpreter's profile function": (sys.getprofile, sys.setprofile),
-    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": (
-        torch.get_default_device,
-        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    "how modules are found (sys.meta_path)": (
+        lambda: [*sys.meta_path],
+        partial(operator.setitem, sys.meta_path, slice(None)),
     ),
-    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-    **{
-        f"{name} on {device}": (partial(get, device), partial(put, device))
-        for device in ("cpu", "cuda")
-        for name, get, put in (
-            ("autocast", torch.is_autocast_enabled, torch.set_autocast_enabled),
-            ("autocast's dtype", torch.get_autocast_dtype, torch.set_autocast_dtype),
-        )
-    },
-    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "deterministic algorithms": (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda mode: torch.use_deterministic_algorithms(mode[0], warn_only=mode[1]),
-    ),
-    "the precision of float32 products": (
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
-    "autograd's anomaly detection": (
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda mode: torch.autograd.set_detect_anomaly(*mode),
-    ),
-    "a hook of all modules": (lambda: [dict(hooks) for hooks in _HOOKS], _set_hooks),
-    "a hook of saved tensors": (_saved_tensors_hooks, _drop_saved_tensors_hooks),
-    "flushing of denormal numbers": (_flushes_denormals, torch.set_flush_denormal),
-    **{
-        f"PyTorch's {name}": (getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}"))
-        for name in _FLAGS
-        if hasattr(torch._C, f"_get_{name}") and hasattr(torch._C, f"_set_{name}")
-    },
-    **{
-        f"attention by {name}": (getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp"))
-        for name in ("flash", "mem_efficient", "math")
-    },
     "garbage collection": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
+    "what garbage collection calls": (lambda: [*gc.callbacks], partial(operator.setitem, gc.callbacks, slice(None))),
     "the working directory": (os.getcwd, os.chdir),
+    "the folder of temporary files": (lambda: tempfile.tempdir, partial(setattr, tempfile, "tempdir")),
+    "the locale": (partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+    "the default timeout of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
+    "the level of logging": (lambda: (logging.root.level, logging.root.manager.disable), _set_logging),
+    "how decimals are rounded": (_decimals, lambda before: decimal.setcontext(decimal.Context(*before))),
+    "how NumPy handles errors": (np.geterr, lambda before: np.seterr(**before)),
+    "how NumPy prints": (np.get_printoptions, lambda before: np.set_printoptions(**before)),
     "a filter that makes warnings errors": (_errors_of_warnings, _set_errors_of_warnings),
+    "a watchdog of faulthandler": (lambda: Watchdog.is_set, lambda _: faulthandler.cancel_dump_traceback_later()),
 }
-"""How to read and how to restore each setting."""
+"""How to read and how to restore each setting of Python's and NumPy's."""
 
 
 def _file(number: int) -> tuple[int, int] | None:

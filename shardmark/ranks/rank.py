@@ -6,6 +6,7 @@ error that ended it (rank0.end).
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -18,7 +19,6 @@ import socket
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +32,9 @@ from shardmark.ranks import process_setup
 from shardmark.ranks.channel import receive, send
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.link import Host
+from shardmark.ranks.process_settings import Watchdog
 from shardmark.ranks.rank_state import Messages, RankState, seed_rank
+from shardmark.ranks.report_of_failure import pickled_exception, report_of
 
 
 class WorldError(ValueError):
@@ -71,14 +73,10 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise WorldError(f"a world runs module-level functions with arguments that pickle: {error}") from error
 
 
-LONGEST_REPORT = 20_000
-"""Characters of a rank's failure that are shown: an exception may hold a whole tensor's text."""
-LONGEST_LINE = 500
-"""Most characters of the report's first line, which names the exception."""
-LONGEST_EXCEPTION = 2**20
-"""Most bytes of a pickled exception that an answer includes."""
 AT_REST = 0.5
 """Seconds that a GPU gets to finish the work of a failed call: less than other ranks get to answer."""
+PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
 WORLD_VARIABLE = "SHARDMARK_WORLD"
 """Environment variable with a rank's private folder: it marks every program that the rank starts."""
 
@@ -114,6 +112,8 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
         finally:
             if os.getpid() != own_process:  # a child that the call has forked: its parent answers
                 os._exit(0)
+        if keep:
+            RankState.attributes.accept()
         left = {} if keep else _left_behind(before)
         try:
             return pickle.dumps(Answer(result, **left))
@@ -122,7 +122,7 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
             raise
     except BaseException as error:
         # BaseException: a function that exits (argparse, pytest.skip) is reported, and does not end the rank.
-        failure = _report(error), _pickled_exception(error)
+        failure = report_of(error), pickled_exception(error)
         try:
             left = _left_behind(before)
         except BaseException:
@@ -130,34 +130,8 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
         return pickle.dumps(Answer(failure=failure, **left))
 
 
-def _report(error: BaseException) -> str:
-    """The exception and its traceback. An exception that cannot be printed is named alone; long text is cut."""
-    try:
-        own = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `perform`
-        report = traceback.TracebackException(type(error), error, own)
-        text = f"raised {''.join(report.format_exception_only()).strip()}\n{''.join(report.format())}"
-    except BaseException:
-        traceback.clear_frames(error.__traceback__)  # the frames' variables may hold all the memory there is
-        frames = "".join(traceback.format_tb(error.__traceback__)[1:])
-        text = f"raised {type(error).__qualname__}, which cannot be shown\n{frames}"
-    first, _, rest = text.partition("\n")
-    if len(first) > LONGEST_LINE:
-        first = f"{first[:LONGEST_LINE]}... ({len(first):,} characters)"
-    if len(rest) > LONGEST_REPORT:
-        rest = f"...\n{rest[-LONGEST_REPORT:]}"
-    return f"{first}\n{rest}"
-
-
-def _pickled_exception(error: BaseException) -> bytes | None:
-    try:
-        pickled = pickle.dumps(error)
-        pickle.loads(pickled)
-    except BaseException:  # an exception of unusual construction travels as text alone
-        return None
-    return pickled if len(pickled) <= LONGEST_EXCEPTION else None
-
-
 def _left_behind(before: RankState) -> dict[str, Any]:
+    gc.collect()  # what the call's garbage does when it goes is this call's doing
     changed = before.restore()
     broken = before.broken() or _unrest_on_gpu()
     joined = dist.is_initialized() and broken is None
@@ -209,6 +183,7 @@ def serve(
 ) -> None:
     """Join the group as `rank`, on that host and with that version of the code if given; answer calls until the world
     is closed."""
+    end.set_inheritable(False)  # a program that takes this process's place, or is started here, has nothing to answer
     os.setpgid(0, 0)  # with what it starts, so that all of them end together
     _die_with_parent()
     gc.freeze()  # objects imported before the fork stay: each collection would take a quarter of a second for them
@@ -217,6 +192,7 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us, which then ends us
     os.environ[WORLD_VARIABLE] = str(directory)
     _keep_temporary_files_in(directory)
+    Watchdog.notice()
     stacks = (directory / f"rank{rank}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
@@ -285,13 +261,16 @@ def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process group when the parent process ends, however it ends and whatever we do.
+    """Have the kernel kill this process group when the parent process ends, however it ends and whatever we do; and
+    this process when the server of ranks ends, which it does then too: a call may leave the group.
 
     The parent holds the write end of a pipe whose read end is its sentinel here; the pipe signals us when it closes.
     A thread that watches the sentinel would do the same only while something releases the interpreter lock.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
+    with suppress(AttributeError, OSError):  # no Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())  # the whole process group
     fcntl.fcntl(parent.sentinel, getattr(fcntl, "F_SETSIG", 10), signal.SIGKILL)
     flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)

@@ -10,74 +10,79 @@ Python's state is restored. State that only the operating system holds (limits, 
 
 from __future__ import annotations
 
-import builtins
-import math
-import operator
+import multiprocessing
 import os
 import random
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from shardmark.ranks.attributes import Attributes
 from shardmark.ranks.process_settings import OPERATING_SYSTEM, PYTHON
+from shardmark.ranks.threads import Threads
+from shardmark.ranks.torch_settings import TORCH
 
-LIBRARIES = ("TORCH", "_TORCH", "PYTORCH", "TRITON", "KINETO", "KMP", "OMP", "MKL", "CUDA", "NCCL", "GLOO")
-"""Prefixes of environment variables that libraries set when they are first used."""
+SET_BY_LIBRARIES = (
+    *("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KINETO_", "KMP_"),
+    *(
+        "CUDA_MODULE_LOADING",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "DISABLE_CUPTI_LAZY_REINIT",
+        "TEARDOWN_CUPTI",
+        "TORCH_WARM_POOL",
+    ),
+)
+"""Beginnings of environment variables that PyTorch, its compiler and its profiler set when they are first used."""
 
-PATCHED = [torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.autograd, torch.optim, nn.Module, dist]
-PATCHED += [builtins, time, math, random, np]
-PATCHED += [each for package in (nn, torch.optim) for each in vars(package).values() if isinstance(each, type)]
-"""Modules and classes whose attributes a test may have replaced."""
+SETTINGS = {**TORCH, **PYTHON}
+"""How to read and how to restore each setting."""
 
-WORKERS = ("torch", "triton", "concurrent", "multiprocessing", "tqdm")
-"""Packages that start threads once in a process, which then wait for work: such a thread is no leftover."""
-ENDING = 0.1
-"""Seconds that a thread may outlive the call that started it."""
 MOST_NAMED = 3
-"""Environment variables named in a warning; the others are counted."""
+"""Attributes, and environment variables, named in a warning; the others are counted."""
 
 
 class RankState:
     """Snapshot of the process's global settings, without random seeds: each call is seeded anew."""
 
+    attributes = Attributes()
+    attributes.look()  # in the server of ranks: it takes longer than to start a rank
+
     def __init__(self) -> None:
-        self._settings = {name: get() for name, (get, _) in PYTHON.items()}
+        # Under torchrun pytest runs in the process of rank 0, and what a test patches is no call's doing.
+        self.attributes.look(again=multiprocessing.parent_process() is None)
+        self._settings = {name: get() for name, (get, _) in SETTINGS.items()}
         self._system = {name: get() for name, get in OPERATING_SYSTEM.items()}
         self._path = list(sys.path)
         self._environment = dict(os.environ)
-        self._attributes = [(owner, vars(owner).copy()) for owner in PATCHED]
         self._streams = (sys.stdin, sys.stdout, sys.stderr)
-        self._threads = set(sys._current_frames())
+        self._threads = Threads()
+        self._kernels = _kernels()
         self._group = dist.group.WORLD
         self._unrestored: list[str] = []
 
     def restore(self) -> list[str]:
         """Restore what has changed in Python, and return its names."""
-        changed = self._restore_attributes()
+        changed = _shortened(self.attributes.put_back(), "", "more functions or classes")
         if self._modes():  # a mode intercepts PyTorch's own getters
             return changed
-        for name, (get, put) in PYTHON.items():
+        for name, (get, put) in SETTINGS.items():
             try:
                 same = bool(get() == self._settings[name])
-            except OSError:  # a working directory that is gone
+            except Exception:  # a working directory that is gone, or settings that contradict each other
                 same = False
             if not same:
                 try:
                     put(self._settings[name])
                     changed.append(name)
-                except OSError:  # a working directory that is gone
+                except Exception:
                     self._unrestored.append(name)
         if (sys.stdin, sys.stdout, sys.stderr) != self._streams:
             sys.stdin, sys.stdout, sys.stderr = self._streams
@@ -98,42 +103,23 @@ class RankState:
         system = [name for name, get in OPERATING_SYSTEM.items() if get() != self._system[name]]
         if changed := self._unrestored + system:
             return f"{' and '.join(changed)} changed"
-        if running := self._running_threads():
-            return f"{running} still running"
+        if overridden := _overridden(_kernels() - self._kernels):
+            return f"an override of {', '.join(_shortened(overridden, '', 'more'))}"
+        if working := self._threads.at_work():
+            return f"{working} still at work"
         return None
-
-    def _restore_attributes(self) -> list[str]:
-        changed = []
-        for owner, before in self._attributes:
-            now = vars(owner)
-            if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
-                continue
-            found = [name for name, value in before.items() if now.get(name) is not value and callable(value)]
-            if isinstance(owner, type):  # new attributes that hide inherited ones
-                found += [name for name in now.keys() - before.keys() if any(name in vars(c) for c in owner.mro()[1:])]
-            for name in found:
-                if _is_pytorchs_doing(owner, name):
-                    continue
-                if name in before:
-                    setattr(owner, name, before[name])
-                else:
-                    delattr(owner, name)
-                changed.append(f"{getattr(owner, '__name__', owner)}.{name}")
-        return changed
 
     def _restore_environment(self) -> list[str]:
         now = dict(os.environ)
         changed = []
         for variable in sorted({*now, *self._environment}):
-            if now.get(variable) != self._environment.get(variable) and not variable.startswith(LIBRARIES):
+            if now.get(variable) != self._environment.get(variable) and not variable.startswith(SET_BY_LIBRARIES):
                 changed.append(variable)
                 if variable in self._environment:
                     os.environ[variable] = self._environment[variable]
                 else:
                     del os.environ[variable]
-        named = [f"the environment's {variable}" for variable in changed[:MOST_NAMED]]
-        more = len(changed) - MOST_NAMED
-        return [*named, f"{more} more of the environment's variables"] if more > 0 else named
+        return _shortened(changed, "the environment's ", "more of the environment's variables")
 
     def _modes(self) -> str | None:
         modes = [each for each in _get_current_function_mode_stack() if not isinstance(each, DeviceContext)]
@@ -142,36 +128,23 @@ class RankState:
             return "inference mode"
         return type(modes[-1]).__name__ if modes else None
 
-    def _running_threads(self) -> str | None:
-        end = time.monotonic() + ENDING
-        while running := [frame for frame in self._new_threads() if _works(frame)]:
-            if time.monotonic() > end:
-                return "a thread" if len(running) == 1 else f"{len(running)} threads"
-            time.sleep(ENDING / 20)
-        return None
 
-    def _new_threads(self) -> list[FrameType]:
-        """Frames of new threads, without daemons, such as a wrapper's own that waits for collectives."""
-        daemons = {thread.ident for thread in threading.enumerate() if thread.daemon}
-        return [f for thread, f in sys._current_frames().items() if thread not in self._threads | daemons]
+def _shortened(names: list[str], before: str, more: str) -> list[str]:
+    """The first few names, each with `before`, and the number of the others."""
+    named, left = [f"{before}{name}" for name in names[:MOST_NAMED]], len(names) - MOST_NAMED
+    return [*named, f"{left} {more}"] if left > 0 else named
 
 
-def _is_pytorchs_doing(owner: Any, name: str) -> bool:
-    """Whether PyTorch itself changes the attribute: with the default dtype, the compiler, or the first optimizer of a
-    class."""
-    if owner is torch or owner is nn.Module:
-        return name == "Storage" or name.startswith("__")
-    now = vars(owner).get(name)
-    return hasattr(now, "hooked") or hasattr(now, "_torchdynamo_disable")
+def _kernels() -> set[str]:
+    """Kernels that Python has registered, such as "aten/mul/CPU"."""
+    found: set[str] = getattr(torch.library, "_impls", set())
+    return found.copy()
 
 
-def _works(frame: FrameType | None) -> bool:
-    """Whether the thread at that frame runs a user's code."""
-    packages = set()
-    while frame is not None:
-        packages.add(frame.f_globals.get("__name__", "").partition(".")[0])
-        frame = frame.f_back
-    return packages.isdisjoint(WORKERS)
+def _overridden(kernels: set[str]) -> list[str]:
+    """PyTorch's operators among them. Kernels of fake tensors ("Meta") PyTorch registers itself, at their first use."""
+    ours = (key for key in kernels if key.startswith(("aten/", "c10d/")) and not key.endswith("/Meta"))
+    return sorted({key.rpartition("/")[0].replace("/", "::") for key in ours})
 
 
 class Messages:

@@ -10,46 +10,45 @@ started them.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import multiprocessing
 import multiprocessing.forkserver  # it keeps the server; pytest in a test would forget it, and start another
 import os
-import pickle
-import shutil
 import socket
 import struct
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from multiprocessing import util
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from shardmark.api.registry import FAMILIES
+from shardmark.ranks import private_folder
+from shardmark.ranks.answers import unpickled, unusable
 from shardmark.ranks.channel import Channel, GarbledError, ready
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.endings import end_of_process, end_ranks, how_it_ended, where_they_are
-from shardmark.ranks.failures import Failure, failures_of, rank_error
+from shardmark.ranks.failures import Failure, failures_of, is_left_alone, rank_error
 from shardmark.ranks.failures import RankError as RankError  # an error that `run` raises
+from shardmark.ranks.idle import Idle
 from shardmark.ranks.left_behind import Left
 from shardmark.ranks.link import Link
+from shardmark.ranks.patience import Patience
 from shardmark.ranks.rank import Answer, WorldError, available_cores, pickled_call, ranks_met, serve
 
 DEADLINE = 120.0
 """Seconds that a call may take on a world before its ranks count as hung."""
 GRACE = 1.0
 """Seconds that the other ranks get to answer once one has failed."""
+TO_SAY_WHY = 10.0
+"""Seconds that a rank gets to fail where the others have failed only because it closed their connections."""
 PRELOADED = ["__main__", "torch", "torch.distributed.tensor", "torch._dynamo", "torch.distributed.optim"]
 PRELOADED += ["shardmark.ranks.rank", "pytest"]
 """Modules imported once in the server instead of once in every rank, as are the registered families: DTensor's
 operators need dynamo, test modules need pytest, and importing torch.distributed.optim compiles code for half a
 second."""
-LONGEST_FOLDER = 107 - len("/pymp-01234567/listener-01234567")
-"""Bytes of the longest folder path in which multiprocessing can make a socket: a socket's own path has 107 at most."""
 _SIOCGIFFLAGS = 0x8913
 PROBE = 5.0
 """Seconds that ranks get for the collective that shows whether they are in step."""
@@ -80,7 +79,8 @@ class World:
     """`size` ranks of one process group (NCCL on "cuda", Gloo on "cpu"), each a process that waits for work.
 
     With a `link`, half of the ranks live on each of its hosts; with a `checkout`, they run another version of the code.
-    Raises WorldError when the machine does not allow that many, RankError when they do not come up.
+    Raises WorldError when the machine does not allow that many, OSError without a loopback interface, RankError when
+    they do not come up.
     """
 
     def __init__(
@@ -88,20 +88,23 @@ class World:
     ) -> None:
         check_size(size, device)
         if device == "cpu" and link is None and not _loopback_is_up():
-            raise WorldError("ranks talk over the loopback interface, and it is down: ip link set lo up")
+            raise OSError(errno.ENETDOWN, "ranks talk over the loopback interface, and it is down: ip link set lo up")
         self.size = size
         self.device = device
         self.deadline = DEADLINE
-        self._directory = Path(tempfile.mkdtemp(prefix="shardmark-"))  # readable by this user only
+        self.tests: dict[str, None] = {}
+        """Ids of the tests that have used it, in order."""
+        private_folder.remove_abandoned()
+        self._directory = private_folder.make()
         # At the interpreter's end too, for a world that nobody closed.
-        self._remove_directory = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        self._remove_directory = weakref.finalize(self, private_folder.remove, self._directory)
         self._call = 0
         """The number of the call that is under way; joining the group is call 0."""
         self._channels: list[Channel] = []
         self._processes: list[Any] = []
         self._ends: list[int] = []
         """A descriptor for each rank that can be read once the rank has ended, whoever holds its socket."""
-        _make_room_for_sockets()
+        private_folder.make_room_for_sockets()
         context = multiprocessing.get_context("forkserver")
         families = {family.contract.__module__: None for family in FAMILIES.values()}
         context.set_forkserver_preload([*PRELOADED, *families])
@@ -117,9 +120,12 @@ class World:
                     process.start()
                 self._processes.append(process)
                 self._ends.append(end_of_process(process))
-            joined = self._collect(time.monotonic(), DEADLINE)  # each rank answers once it has joined the group
+            joined = self._collect(DEADLINE)  # each rank answers once it has joined the group
             if failures := failures_of(joined):
                 raise rank_error(size, failures, {})
+            self._idle = Idle(self.pids)
+            self._last = ""
+            """The name of the last call."""
         except BaseException:
             self.close()
             raise
@@ -135,12 +141,13 @@ class World:
         if not self._processes:
             raise WorldError("this world is closed: a rank failed, or close() was called")
         work = pickled_call(function, args)
-        start = time.monotonic()
         try:
             self._send(work)
-            answers = self._collect(start, self.deadline if deadline is None else deadline)
+            answers = self._collect(self.deadline if deadline is None else deadline)
             failures = failures_of(answers)
             left = Left(function, answers, len(failures) in (0, self.size) and self._in_step(answers))
+            self._last = left.name
+            self._idle.begin()
         except BaseException:  # Ctrl-C too: ranks that are still at work are of no use to the next test
             self.close()
             raise
@@ -159,7 +166,7 @@ class World:
             return True
         self._send(pickled_call(ranks_met, (self.device,)))
         try:
-            met = self._collect(time.monotonic(), PROBE)
+            met = self._collect(PROBE)
         except RankError:
             return False
         return all(answer.value == list(range(self.size)) for answer in met.values())
@@ -173,6 +180,12 @@ class World:
     def alive(self) -> bool:
         """Whether every rank can take work."""
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def busy(self) -> str | None:
+        """The last call and the ranks that it left at work, in words; None where they have been idle since."""
+        ranks = self._idle.busy() if self._last and self.alive else []
+        where = ", ".join(map(str, ranks))
+        return f"{self._last} left on rank {where}: a process or a thread at work" if ranks else None
 
     @property
     def pids(self) -> list[int]:
@@ -195,15 +208,15 @@ class World:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collect(self, start: float, deadline: float) -> dict[int, Answer]:
+    def _collect(self, deadline: float) -> dict[int, Answer]:
         """Return each rank's answer, in order of arrival. Raise RankError if a rank died or did not answer; the report
         names the dead ones before those that waited for them."""
         __tracebackhide__ = True
         answers: dict[int, Answer] = {}
         dead: dict[int, Failure] = {}
-        end = start + deadline
+        patience = Patience(deadline)
         while waiting := [rank for rank in range(self.size) if rank not in answers.keys() | dead.keys()]:
-            moved = ready([self._channels[r] for r in waiting], [self._ends[r] for r in waiting], end)
+            moved = ready([self._channels[r] for r in waiting], [self._ends[r] for r in waiting], patience.slice)
             for rank in waiting:
                 try:
                     message = self._channels[rank].move() if self._channels[rank].fileno() in moved else None
@@ -213,32 +226,23 @@ class World:
                     dead[rank] = (how_it_ended(self._processes[rank], rank, self._directory, GRACE), None)
                     continue
                 except GarbledError:
-                    answers[rank] = _unusable("wrote to the socket of its answers")
+                    answers[rank] = unusable("wrote to the socket of its answers")
                     continue
                 if message is not None and message[0] == self._call:
-                    answers[rank] = _unpickled(message[1])
-            if dead or failures_of(answers):  # the others are likely to be waiting for it in a collective
-                end = min(end, time.monotonic() + GRACE)
-            if time.monotonic() >= end:
+                    began = time.monotonic()
+                    answers[rank] = unpickled(message[1], patience.left)
+                    patience.spend(time.monotonic() - began)
+            if failures := [*dead.values(), *failures_of(answers).values()]:
+                # The others are likely to be waiting for it in a collective; the one that left them says why.
+                patience.shorten(TO_SAY_WHY if all(map(is_left_alone, failures)) else GRACE)
+            if patience.is_over():
                 break
         if len(answers) < self.size:
-            seconds = time.monotonic() - start
+            seconds = patience.waited
             silent = {r: self._processes[r] for r in range(self.size) if r not in answers.keys() | dead.keys()}
             where = where_they_are(silent, self._directory, seconds, GRACE)
             raise rank_error(self.size, dead | failures_of(answers), where)
         return answers
-
-
-def _unpickled(message: bytearray) -> Answer:
-    try:
-        answer = pickle.loads(message)
-    except (Exception, SystemExit) as error:  # whatever its own types do when they are made here
-        return _unusable(f"sent a reply that cannot be unpickled here: {error!r}")
-    return answer if isinstance(answer, Answer) else _unusable("sent an invalid reply")
-
-
-def _unusable(what: str) -> Answer:
-    return Answer(failure=(what, None), broken="an unknown state")
 
 
 def _loopback_is_up() -> bool:
@@ -249,43 +253,3 @@ def _loopback_is_up() -> bool:
         except OSError:
             return True
     return bool(struct.unpack_from("H", answer, 16)[0] & 1)
-
-
-def _make_room_for_sockets() -> None:
-    """Put multiprocessing's sockets into /tmp where TMPDIR is too long for a socket's path, as Python 3.14 does."""
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
-        with patch.object(tempfile, "tempdir", "/tmp"):
-            util.get_temp_dir()  # made once, and then kept until the process ends
-
-
-class Worlds:
-    """The worlds of a session: one of each size, started when first asked for and replaced when it has failed. All are
-    on the same link, if any, and of the same version of the code."""
-
-    def __init__(self, device: str, link: Link | None = None, checkout: Checkout | None = None) -> None:
-        self.device = device
-        self.link = link
-        self.checkout = checkout
-        self.deadline = DEADLINE
-        """Seconds that a call may take on the worlds that `get` returns."""
-        self._worlds: dict[int, World] = {}
-
-    def get(self, size: int) -> World:
-        """A live world of `size` ranks; WorldError when the machine does not allow that many."""
-        world = self._worlds.get(size)
-        if world is None or not world.alive:
-            if world is not None:
-                world.close()
-            world = self._worlds[size] = World(size, self.device, self.link, self.checkout)
-        world.deadline = self.deadline
-        return world
-
-    def fresh(self, size: int) -> World:
-        """A new world of `size` ranks, which nothing has used; the caller closes it."""
-        return World(size, self.device, self.link, self.checkout)
-
-    def close(self) -> None:
-        """End every rank of every world."""
-        for world in self._worlds.values():
-            world.close()
-        self._worlds.clear()

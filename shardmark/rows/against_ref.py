@@ -21,7 +21,8 @@ import pytest
 from shardmark.meter.measure_case import measure
 from shardmark.meter.plan import Measured, Plan, Rounds
 from shardmark.ranks.checkout import Checkout
-from shardmark.ranks.world import RankError, World, Worlds
+from shardmark.ranks.world import RankError, World
+from shardmark.ranks.worlds import Worlds
 from shardmark.rows.baseline import BaselineRow
 from shardmark.rows.change import KINDS
 from shardmark.rows.change_in_time import change_of

@@ -198,7 +198,7 @@ def leaves_its_descriptors_redirected() -> None:
     os.dup2(os.open("/proc/self/status", os.O_RDONLY), 0)
 
 
-@warns("a thread still running", everywhere=False, restored=False)
+@warns("a thread still at work", everywhere=False, restored=False)
 def leaves_a_thread() -> None:
     threading.Thread(target=time.sleep, args=(1000,)).start()
 

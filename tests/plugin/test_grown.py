@@ -96,7 +96,7 @@ def test_the_same_code_is_the_same(steps: pytest.Pytester) -> None:
 
 
 def test_a_slowdown_of_python_alone_by_1_percent_fails_and_names_the_function(steps: pytest.Pytester) -> None:
-    # Of another length than before: Python's cache of bytecode compares a file's size and second alone.
+    # The file gets another length, as Python's cache of bytecode compares a file's size and second alone.
     result = again(steps, OLD, loop="range(1000 + 10)")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(

@@ -19,7 +19,7 @@ from shardmark.predict.simulation.on_ranks import Sent
 from shardmark.predict.simulation.program import Event
 from shardmark.predict.simulation.this_machine import Machine, Timeline
 from shardmark.predict.worlds import simulated
-from shardmark.ranks.world import Worlds
+from shardmark.ranks.worlds import Worlds
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,13 @@
 
 import os
 import pickle
+import queue
 import signal
 import socket
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -54,8 +56,16 @@ def test_it_does_so_where_warnings_are_errors_too(pair: World) -> None:
     assert not pair.alive
 
 
-def start_a_daemon_thread() -> None:
-    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+def start_a_daemon_that_waits() -> None:
+    threading.Thread(target=queue.Queue().get, daemon=True).start()
+
+
+def start_a_pool() -> list[int]:
+    _pools.append(ThreadPoolExecutor(2))
+    return [*_pools[-1].map(abs, range(-4, 0))]
+
+
+_pools: list[ThreadPoolExecutor] = []
 
 
 def test_a_call_that_leaves_nothing_warns_of_nothing(pair: World) -> None:
@@ -63,7 +73,8 @@ def test_a_call_that_leaves_nothing_warns_of_nothing(pair: World) -> None:
         warnings.simplefilter("error")
         pair.run(state)
         pair.run(identity)
-        pair.run(start_a_daemon_thread)  # as a wrapper's own thread, which waits for collectives
+        pair.run(start_a_daemon_that_waits)  # as a wrapper's own thread, between two collectives
+        pair.run(start_a_pool)
 
 
 def test_a_stopped_rank_does_not_hold_what_is_sent_to_it(pair: World) -> None:

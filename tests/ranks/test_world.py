@@ -13,7 +13,8 @@ from correctness.support.metering import device_of_rank
 from correctness.support.waiting import wait_until
 from shardmark.api.registry import Unsupported
 from shardmark.ranks.rank import WorldError
-from shardmark.ranks.world import GRACE, RankError, World, Worlds, available_ranks
+from shardmark.ranks.world import GRACE, RankError, World, available_ranks
+from shardmark.ranks.worlds import Worlds
 from tests.faults.rank_faults import FAULTS
 from tests.faults.table import FAILS, names_of
 from tests.support.processes import is_running

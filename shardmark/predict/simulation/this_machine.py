@@ -26,7 +26,7 @@ from shardmark.predict.simulation.on_ranks import Sent, collective_seconds, mean
 from shardmark.predict.simulation.predict import simulation
 from shardmark.predict.simulation.program import Call, Event, Recorder, typical
 from shardmark.predict.simulation.schedule import FIRST_STREAM, Span, Step
-from shardmark.ranks.world import Worlds
+from shardmark.ranks.worlds import Worlds
 
 STEPS = 9
 """Simulated steps; the median of their times is the program's."""
