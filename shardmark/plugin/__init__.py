@@ -146,10 +146,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     To find that out may take seconds, so it is not asked before.
     """
-    torch.manual_seed(item.config.stash[SESSION].seed + zlib.crc32(item.nodeid.encode()))
+    session = item.config.stash[SESSION]
+    session.rows.begin(item.nodeid)
+    torch.manual_seed(session.seed + zlib.crc32(item.nodeid.encode()))
     implementation = implementation_of(item)
     if implementation is not None:
-        device, to_measure = item.config.stash[SESSION].device, measures(item)
+        device, to_measure = session.device, measures(item)
         if reason := implementation.unavailable_reason(device, to_measure):
             item.add_marker(pytest.mark.skip(reason=f"{implementation.name}: {reason}"))
 

@@ -18,7 +18,7 @@ from shardmark.meter.callers import Callers, callers
 from shardmark.meter.measure_case import NEAR, blocks_at_peak, measure
 from shardmark.meter.memory import Memory
 from shardmark.meter.over_budget import Held
-from shardmark.meter.plan import Identity, Plan, Rounds
+from shardmark.meter.plan import Identity, Measured, Plan, Rounds
 from shardmark.plugin.admission import Admission, copies
 from shardmark.plugin.recorder import Rates
 from shardmark.predict.entry import predicted_time_entry
@@ -114,7 +114,9 @@ class Measure(Admission):
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=self.deadline)
         )
-        again = self._in_fresh_processes(plan, ranks, race, self._case_key(identity, step), self.deadline)
+
+        def again() -> list[list[Measured]]:
+            return self._in_fresh_processes(plan, ranks, race, self._case_key(identity, step), self.deadline)
 
         def at_peak() -> list[Held]:
             held = session.worlds.get(world_size).run(blocks_at_peak, plan, deadline=self.deadline)

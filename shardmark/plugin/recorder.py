@@ -77,7 +77,7 @@ class Recorder:
         memory: MemoryBudget | None = None,
         rates: Rates = lambda seconds: {},
         observe: Sequence[Observer] = (),
-        again: Sequence[Sequence[Measured]] = (),
+        again: Callable[[], Sequence[Sequence[Measured]]] = tuple,
         at_peak: Callable[[], list[Held]] = lambda: [],
         callers: Callable[[], Callers] = lambda: {},
         beside_ref: Callable[[Row], list[tuple[str, str]]] = lambda row: [],
@@ -85,8 +85,8 @@ class Recorder:
     ) -> Row:
         """Judge and save what each rank measured, and return the row.
 
-        `time` is the race that the ranks' laps hold, or that an earlier row timed; `again` are further processes that
-        timed it; `at_peak` finds what was live at the peak, and is called once the row of a failed memory budget is
+        `time` is the race that the ranks' laps hold, or that an earlier row timed; `again` times it in further
+        processes; `at_peak` finds what was live at the peak, and is called once the row of a failed memory budget is
         saved, and `callers` the lines that operators come from, where there are more than before; `beside_ref` judges
         the row beside that of `--against-ref`. Rows of one `step`, the workload's name, have their times in common
         whatever their question (`shardmark.rows.case_times`).
@@ -99,50 +99,55 @@ class Recorder:
             step_seconds(ranks, name) if name in ranks[0].laps else [] for name in (IMPLEMENTATION, PEER)
         )
         pace = session.times.pace(key, identity.implementation, as_measured, peer, peer_seconds)
-        if peer is not None:
-            session.times.add(key, identity.implementation, peer, paired_with(PEER, again))
         ranks = [rank.at_pace(pace) for rank in ranks]
         seconds = step_seconds(ranks)
-        stats = self._replay(seconds)
+        confidence = self._confidence(time)
         if memory is not None or ranks[0].memory.phases:  # metered, though it has no budget
             row["memory"] = memory_entry(ranks, memory)
-        if work is not None:
-            row["work"] = cast(WorkPart, asdict(work) | rates(median(seconds)))
-            row["limit"] = self._limit(identity, work, median(seconds), pace)
         row["counters"] = counters_entry(ranks)
-        confidence = self._confidence(time)
         ratios = None if peer is None else session.times.ratios(key, identity.implementation, peer)
         row["time"], ratio = time_entry(ranks, time, confidence, ratios)
         row["time"]["pace"] = pace
-        fresh, own = (
-            {name: found for name in NAMES if (found := paired_with(name, each))} for each in (again, [ranks])
-        )
-        if ratio is not None and peer is not None:
-            fresh[PEER] = session.times.fresh(key, identity.implementation, peer)
-            own[PEER] = [pairs] if (pairs := session.times.pairs(key, identity.implementation, peer)) else []
-        compared = sums(fresh, {name: each[0] for name, each in own.items() if each}, confidence)
-        row["time"]["pairs"] = {name: pairs_entry(each) for name, each in compared.items()}
-        if said := stalls(as_measured, peer_seconds) if peer_seconds else "":
-            row["time"]["stalls"] = said
-        family = registry.FAMILIES.get(identity.family)
-        raced = None if family is None else family.implementations.get(row["time"]["peer"] or "")
-        if raced is not None and raced.called:
-            row["time"]["peer_called"] = raced.called
-        for observer in observe:
-            observer.fill(row, ranks)
-        absolute = session.budgets_for(self._item.nodeid)
-        tensors, peaks = row["memory"].get("tensors_by_rank", []), row["memory"].get("peak_by_rank", [])
-        waited = row["time"]["machine"].get(WAITED, 0.0) if identity.world_size > 1 else 0.0
-        verdicts = list(budget.verdicts(tensors, peaks, as_measured, ratio, time, memory, absolute, confidence, waited))
-        if "not_done" in row["limit"]:
-            verdicts.append((FAIL, row["limit"]["not_done"]))
-        if session.against is not None:
-            verdicts += session.against.judge(self._benchmark.fullname, row)
+        if work is not None:
+            row["work"] = cast(WorkPart, asdict(work) | rates(median(seconds)))
+        with session.ending.held():  # pytest-benchmark has its entry once they are replayed
+            stats = self._replay(seconds)
+        verdicts: list[tuple[str, str]] = []
         try:
+            if work is not None:
+                row["limit"] = self._limit(identity, work, median(seconds), pace)
+            processes = again()
+            if peer is not None:
+                session.times.add(key, identity.implementation, peer, paired_with(PEER, processes))
+            fresh, own = (
+                {name: found for name in NAMES if (found := paired_with(name, each))} for each in (processes, [ranks])
+            )
+            if ratio is not None and peer is not None:
+                fresh[PEER] = session.times.fresh(key, identity.implementation, peer)
+                own[PEER] = [pairs] if (pairs := session.times.pairs(key, identity.implementation, peer)) else []
+            compared = sums(fresh, {name: each[0] for name, each in own.items() if each}, confidence)
+            row["time"]["pairs"] = {name: pairs_entry(each) for name, each in compared.items()}
+            if said := stalls(as_measured, peer_seconds) if peer_seconds else "":
+                row["time"]["stalls"] = said
+            family = registry.FAMILIES.get(identity.family)
+            raced = None if family is None else family.implementations.get(row["time"]["peer"] or "")
+            if raced is not None and raced.called:
+                row["time"]["peer_called"] = raced.called
+            for observer in observe:
+                observer.fill(row, ranks)
+            absolute = session.budgets_for(self._item.nodeid)
+            tensors, peaks = row["memory"].get("tensors_by_rank", []), row["memory"].get("peak_by_rank", [])
+            waited = row["time"]["machine"].get(WAITED, 0.0) if identity.world_size > 1 else 0.0
+            verdicts += budget.verdicts(tensors, peaks, as_measured, ratio, time, memory, absolute, confidence, waited)
+            if "not_done" in row["limit"]:
+                verdicts.append((FAIL, row["limit"]["not_done"]))
+            if session.against is not None:
+                verdicts += session.against.judge(self._benchmark.fullname, row)
             verdicts += beside_ref(row)
-        except BaseException:  # of this version, or the user's Ctrl-C: what was measured stays
-            row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
-            self._save(row, stats)
+        except BaseException:  # the user's Ctrl-C, a deadline, ranks that died: what was measured stays
+            row["verdict"] = budget.combined([verdict for verdict, _ in verdicts]) if verdicts else None
+            if not self._benchmark.disabled:
+                self._save(row, stats)
             raise
         self._conclude(row, stats, verdicts, observe, memory, at_peak, callers)
         return row

@@ -130,6 +130,7 @@ class Controller:
                 benchmarks.benchmarks += rows.benchmarks
                 for question, observers in rows.observers:
                     session.questions.observe(question, observers)
+                session.rows.begin(report.nodeid)
                 for entry in rows.entries:
                     session.budgets_for(entry["fullname"])  # note here what matched in the worker
                     session.rows.add(entry)

@@ -30,7 +30,7 @@ class GrowingFile:
         {head, "unmeasured": [..., and spaces for more], "benchmarks": [...]}
 
     A row is added to the copy with the hidden name, which then takes the path's name. So the path holds whole JSON even
-    if a write is cut short, and a row costs its own size to write: to write the whole file for each of 2,000 rows takes
+    if a write is cut short or the power goes, and a row costs its own size to write: to write the whole file for each of 2,000 rows takes
     40 times as long.
 
     An older file stays until the first row. Locks on both copies make a second run on the path an error.
@@ -88,11 +88,20 @@ class GrowingFile:
             raise
         self.rows = count
 
+    def forget_rows(self) -> None:
+        """Have the next `append` write the file anew, with the rows that it gets and no others."""
+        self.taken = (0, 0)
+        self._unmeasured.clear()
+        self._benchmarks.clear()
+        for copy in (self._spare, self._named):
+            if copy is not None:
+                copy.opening = 0
+
     def replace(self, text: str) -> None:
         """Replace the whole file by this text; no row can be added afterwards."""
         spare = self._usable_spare()
         spare.write_all(text.encode())
-        os.replace(self.hidden, self.path)
+        self._take_name()
         self._spare = None
         os.close(spare.descriptor)
 
@@ -128,7 +137,7 @@ class GrowingFile:
             self._aside.unlink(missing_ok=True)
             if before is not None and before.is_at(self.path):  # not moved away, or replaced by another program
                 os.link(self.path, self._aside)
-        os.replace(self.hidden, self.path)
+        self._take_name()
         self._named, self._spare = spare, None
         if before is not None:
             with suppress(OSError):
@@ -137,6 +146,16 @@ class GrowingFile:
                     self._spare = before
             if self._spare is None:
                 os.close(before.descriptor)
+
+    def _take_name(self) -> None:
+        """Give the hidden file the path's name, on disk too."""
+        os.replace(self.hidden, self.path)
+        with suppress(OSError):  # a folder that cannot be read
+            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                _to_disk(folder)
+            finally:
+                os.close(folder)
 
     def _usable_spare(self) -> _Copy:
         """The spare copy; a new one if there is none or somebody removed it."""
@@ -204,12 +223,14 @@ class _Copy:
             self._put(benchmarks[self.benchmarks :] + _CLOSING, start + self.benchmarks)
         self.unmeasured, self.benchmarks = len(unmeasured), len(benchmarks)
         os.ftruncate(self.descriptor, start + self.benchmarks + len(_CLOSING))
+        _to_disk(self.descriptor)
 
     def write_all(self, data: bytes) -> None:
         """Replace the content."""
         self.opening = 0
         self._put(data, 0)
         os.ftruncate(self.descriptor, len(data))
+        _to_disk(self.descriptor)
 
     def is_at(self, path: Path) -> bool:
         with suppress(OSError):
@@ -224,6 +245,12 @@ class _Copy:
             if not written:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             position, left = position + written, left[written:]
+
+
+def _to_disk(descriptor: int) -> None:
+    """Wait until the file, or the folder, would survive a power cut: 1 ms on an SSD, some 20 ms on a turning disk."""
+    with suppress(OSError):  # a file system that cannot tell
+        os.fsync(descriptor)
 
 
 def _joined(rows: list[str], after: int) -> bytes:

@@ -42,6 +42,8 @@ class RowFile:
         """Every row of this run, as its test made it: an entry with name, group, stats and extra_info."""
         self.unmeasured: list[Entry] = []
         """The rows without times."""
+        self._again: str | None = None
+        """The present test, where it has a row from an earlier attempt."""
         self.names: set[str] = set()
         """Full names of the tests that have a row."""
         self.trouble: str | None = None
@@ -54,8 +56,14 @@ class RowFile:
         if self.path is not None and writes:
             self._file = GrowingFile(self.path)
 
+    def begin(self, test: str) -> None:
+        """The test of that full name starts: a row that it has from an earlier attempt gives way to its next one."""
+        self._again = test if test in self.names else None
+
     def add(self, entry: Entry) -> None:
         """Save a row. A row with `stats` is in pytest-benchmark's own list already."""
+        if entry["fullname"] == self._again:
+            self._drop(entry["fullname"], timed=entry["stats"] is not None)
         self.rows.append(entry)
         self.names.add(entry["fullname"])
         if entry["stats"] is None:
@@ -65,6 +73,18 @@ class RowFile:
                 self._attempt(self._append, self._file)
                 if not self._file.is_whole(len(self.rows)):
                     self._rescue()
+
+    def _drop(self, test: str, timed: bool) -> None:
+        """Forget the test's rows; where its next one is `timed`, pytest-benchmark's last entry is that row's."""
+        self._again = None
+        for rows in (self.rows, self.unmeasured):
+            rows[:] = [entry for entry in rows if entry["fullname"] != test]
+        benchmarks = self._benchmarks.benchmarks
+        new = [benchmarks.pop()] if timed else []
+        benchmarks[:] = [each for each in benchmarks if each.fullname != test] + new
+        for file in (self._file, self._rescued):
+            if file is not None:
+                file.forget_rows()
 
     @property
     def lost(self) -> list[str]:

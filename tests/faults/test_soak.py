@@ -27,6 +27,7 @@ def figures(pid: int) -> dict[str, int]:
     """Where a leak would show: open files, threads, and resident bytes of that process."""
     about = Path(f"/proc/{pid}")
     resident = int((about / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    time.sleep(0.01)  # a thread that has been joined may not be gone yet
     return {"files": len(os.listdir(about / "fd")), "threads": len(os.listdir(about / "task")), "resident": resident}
 
 

@@ -46,7 +46,7 @@ MOMENTS = [
     Moment("last rewrite", lambda n: SignalIn("rows.writer:RowFile._write_whole", n), 3),
     Moment("after the last rewrite", lambda n: SignalIn("rows.writer:RowFile._write_whole", n, after=True), 3),
     Moment("summary", lambda n: SignalIn("plugin:write_summary", n), 3, status=0),
-    Moment("ranks end", lambda n: SignalIn("ranks.world:Worlds.close", n), 3, status=0),
+    Moment("ranks end", lambda n: SignalIn("ranks.worlds:Worlds.close", n), 3, status=0),
 ]
 EVERY_TIME = ("options are checked", "first row half written", "ranks end")
 

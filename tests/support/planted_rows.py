@@ -59,7 +59,7 @@ def test_row(name, measure):
         Identity("none", "mine", Case(name), figures["device"]),
         [Measured("none", memory, laps, waited=figures["waited"])],
         time=Race(figures["peer"]),
-        again=[[Measured("none", memory, laps)] for _ in range(3 if figures["fresh"] else 0)],
+        again=lambda: [[Measured("none", memory, laps)] for _ in range(3 if figures["fresh"] else 0)],
         memory=MemoryBudget(10**9),
         observe=[Counters(figures["counters"])],
     )
