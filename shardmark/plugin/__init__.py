@@ -41,7 +41,7 @@ from shardmark.ranks.link import Link
 from shardmark.ranks.process_setup import begin_with_own_device, keep_compiled_code_apart
 from shardmark.ranks.rank import WorldError, WorldLostError
 from shardmark.ranks.world import RankError, World
-from shardmark.ranks.worlds import Worlds
+from shardmark.ranks.worlds import TorchrunWorlds, Worlds
 from shardmark.report.outcomes import Undecided
 from shardmark.rows.machine import describe_machine
 from shardmark.text import printable
@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SESSION] = session
     if torchrun.launched():  # at once, as the other ranks are waiting
         try:
-            session.worlds = torchrun.TorchrunWorlds(session.device, partial(_end_with, config))
+            session.worlds = TorchrunWorlds(session.device, partial(_end_with, config))
         except WorldError as error:
             raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(LastToFinish(), "shardmark's end")

@@ -32,7 +32,7 @@ class OnceMore:
         """The implementation that each test is about, by the test's id."""
 
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
-        """Run the test and report it once: its first run, or the second one."""
+        """Run the test and report it once: by its second run, if there is one, whose ranks nobody has used."""
         self._worlds.begin(item.nodeid)
         if done := self._run_by_another_plugin(item, nextitem):
             return done
@@ -47,9 +47,8 @@ class OnceMore:
             self._worlds.renew()
             item.user_properties[:] = properties
             self._worlds.begin(item.nodeid)
-            again = runner.runtestprotocol(item, nextitem=nextitem, log=False)
-            if not any(report.failed for report in again):
-                reports = again
+            reports = runner.runtestprotocol(item, nextitem=nextitem, log=False)
+            if not any(report.failed for report in reports):
                 users, said = number_of(len(before), "test"), first_line(reason(failed))
                 told = (
                     f"{item.nodeid} passes on new ranks, and had failed on those that {users} had used, "

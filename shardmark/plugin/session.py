@@ -24,7 +24,7 @@ from shardmark.ranks.deadline import MEASURED, TRIED, Deadlines
 from shardmark.ranks.link import Link, LinkError
 from shardmark.ranks.signals import Ending
 from shardmark.ranks.world import DEADLINE
-from shardmark.ranks.worlds import Worlds
+from shardmark.ranks.worlds import TorchrunWorlds, Worlds
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.output import Report
 from shardmark.report.questions import Questions
@@ -88,7 +88,7 @@ class Session:
         self.clock = DeviceClock()
         self.times = CaseTimes()
         self.link = _link(option("link"), self.device)
-        self.worlds: Worlds | torchrun.TorchrunWorlds | SimulatedWorlds = Worlds(self.device, self.link)
+        self.worlds: Worlds | TorchrunWorlds | SimulatedWorlds = Worlds(self.device, self.link)
         if self.simulated:
             self.worlds = SimulatedWorlds(self.simulated.hardware, self.link)
         self.baseline_rows = BaselineRows(self.times)

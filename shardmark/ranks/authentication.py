@@ -15,20 +15,25 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch.distributed as dist
+
 from shardmark.ranks.rank import WorldError
 
 VARIABLE = "SHARDMARK_KEY"
 """Environment variable with the key; required where processes are on several machines."""
+SHORTEST = 16
+"""Bytes of a key that nobody guesses."""
 WAIT = 60.0
 """Seconds until the first process has written the key."""
 _CODE = hashlib.sha256().digest_size
 
 
 class Seal:
-    """Seals messages and opens those that were sealed with the same key."""
+    """Seals messages and opens those that were sealed with the same key, in the same launch: `launch` is that of
+    `of_this_launch`."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+    def __init__(self, key: bytes, launch: bytes = b"") -> None:
+        self._key = hmac.digest(key, launch, "sha256")
 
     def seal(self, message: bytes, name: str) -> bytes:
         """The message with its code. It opens only under the same name."""
@@ -45,10 +50,20 @@ class Seal:
         return hmac.digest(self._key, name.encode() + b"\0" + message, "sha256")
 
 
+def of_this_launch(store: dist.Store, rank: int, size: int) -> bytes:
+    """Bytes from every rank, drawn anew: no message of an earlier launch with the same key opens in this one."""
+    shared = dist.PrefixStore("shardmark/launch", store)
+    own = secrets.token_bytes(16)
+    shared.set(f"{rank}", own)  # type: ignore[arg-type]
+    return b"".join(own if other == rank else bytes(shared.get(f"{other}")) for other in range(size))
+
+
 def launch_key(first: bool, one_machine: bool) -> bytes:
     """The key of this launch: the environment's, or, on one machine, a key that the `first` process writes to a file
     that only its user can read. WorldError, in one line, without one."""
     if given := os.environ.get(VARIABLE):
+        if len(given.encode()) < SHORTEST:
+            raise WorldError(f"{VARIABLE} has {len(given.encode())} bytes, and a secret has {SHORTEST} at least")
         return given.encode()
     if not one_machine:
         raise WorldError(f"ranks on several machines need a secret of their own: set {VARIABLE} to the same on each")

@@ -17,6 +17,8 @@ AFTER_THE_FIRST = 3.0
 """Seconds for each further test of an implementation that has hung: it has failed already."""
 MOST_HANGS = 3
 """An implementation that has hung in so many claims is asked nothing more."""
+BEATS = 10
+"""Alarms that make up a deadline."""
 OVERDUE = 1e-3
 """Seconds to an alarm that is overdue: zero would disarm it."""
 
@@ -49,7 +51,8 @@ class Deadlines:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise Hung in a block that takes longer. C code finishes first; off the main thread there is no deadline.
+    """Raise Hung in a block that takes longer. C code finishes first; off the main thread there is no deadline. A
+    deadline is `BEATS` alarms: a process that was stopped hears one of them when it goes on.
 
     A process has one alarm. An alarm set before, as by pytest-timeout, still rings at its time; where that is sooner,
     it is the deadline.
@@ -59,12 +62,17 @@ def within(seconds: float) -> Iterator[None]:
         yield
         return
 
+    left = BEATS
+
     def expire(number: int, frame: FrameType | None) -> None:
-        raise Hung(f"had not ended after {seconds:g} s")
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            raise Hung(f"had not ended after {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, expire)
     began = time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds / BEATS, seconds / BEATS)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""CPU time that ranks use between two calls, when they should use none: a child or a thread that a call left spinning
+"""Time that ranks are at work between two calls, when they should be idle: a child or a thread that a call left spinning
 would slow every later test, and no comparison of settings finds it."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 SHORTEST = 0.02
-"""Seconds between two calls from which on CPU time is compared: a thread pool may spin for some milliseconds."""
+"""Seconds between two calls from which on they are compared: a thread pool may spin for some milliseconds."""
 BUSY = 0.5
-"""Share of a core from which on a rank counts as busy."""
+"""Share of the time from which on a rank counts as busy."""
 LIBRARIES = b"compile_worker"
 """In the command line of processes that PyTorch's compiler starts ahead of its work."""
 
@@ -26,23 +26,26 @@ class Idle:
     def begin(self) -> None:
         """They have nothing to do from now on."""
         self._since = time.monotonic()
-        self._used = [_cpu_seconds(pid) for pid in self._pids]
+        self._before = [_seconds_at_work(pid) for pid in self._pids]
 
     def busy(self) -> list[int]:
-        """Ranks that have been at work all the same, or what they started has."""
+        """Ranks that have been at work all the same, or whose children have."""
         seconds = time.monotonic() - self._since
         if seconds < SHORTEST:
             return []
-        used = zip(self._used, map(_cpu_seconds, self._pids), strict=True)
-        return [rank for rank, (before, now) in enumerate(used) if now - before > BUSY * seconds]
+        both = zip(self._before, map(_seconds_at_work, self._pids), strict=True)
+        return [rank for rank, (before, now) in enumerate(both) if now - before > BUSY * seconds]
 
 
-def _cpu_seconds(pid: int) -> float:
-    """CPU time of the process and of all that it has started, as far as they still run."""
+def _seconds_at_work(pid: int) -> float:
+    """Seconds in which the process, and all that it has started, has computed or waited for a core: on a busy machine
+    as on an idle one. 0 where the system does not tell."""
     found = 0.0
-    with suppress(OSError):  # it has ended
-        if LIBRARIES not in Path(f"/proc/{pid}/cmdline").read_bytes():
-            found = time.clock_gettime(~pid << 3 | 2)  # the clock of another process: clock_getcpuclockid(3)
+    with suppress(OSError, ValueError):  # it has ended
+        ahead = LIBRARIES in Path(f"/proc/{pid}/cmdline").read_bytes()
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += sum(map(_cpu_seconds, map(int, (task / "children").read_text().split())))
+            with suppress(OSError, ValueError):  # that thread has ended
+                computed, waited, _ = map(int, (task / "schedstat").read_text().split())
+                found += 0.0 if ahead else (computed + waited) / 1e9
+                found += sum(map(_seconds_at_work, map(int, (task / "children").read_text().split())))
     return found

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -26,22 +27,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmark.ranks.authentication import Seal, forget_key, launch_key
-from shardmark.ranks.deadline import within
-from shardmark.ranks.failures import RankError, failures_of, rank_error
+from shardmark.ranks.answers import unpickled
+from shardmark.ranks.authentication import Seal, forget_key, launch_key, of_this_launch
+from shardmark.ranks.failures import RankError, failures_of, is_left_alone, rank_error
 from shardmark.ranks.heartbeat import CLOSED, LOST, Heartbeat, end_without_store
 from shardmark.ranks.left_behind import Left
+from shardmark.ranks.patience import Patience
 from shardmark.ranks.rank import (
     Answer,
     WorldError,
-    WorldLostError,
     join_group,
     perform,
     pickled_call,
     ranks_met,
     threads_of_a_rank,
 )
-from shardmark.ranks.world import DEADLINE, GRACE, PROBE
+from shardmark.ranks.world import DEADLINE, GRACE, PROBE, TO_SAY_WHY
 
 _FOREVER = timedelta(days=30)
 _STOP = b""
@@ -74,11 +75,12 @@ def _join(device: str) -> tuple[dist.Store, Seal, Heartbeat | None]:
     """Join the process group. Return the store that carries calls and answers, their seal, and on several machines the
     heartbeat."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    seal = Seal(launch_key(first=rank() == 0, one_machine=_one_machine()))
+    key = launch_key(first=rank() == 0, one_machine=_one_machine())
     if _one_machine():  # as the ranks of `World`
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     store, rank_, size = next(dist.rendezvous("env://"))
+    seal = Seal(key, of_this_launch(store, rank_, size))
     join_group(
         dist.PrefixStore("shardmark/group", store), rank_, size, device, local_rank, threads_of_a_rank(local_size)
     )
@@ -167,17 +169,19 @@ class TorchrunWorld:
         self._own_share = threading.Thread(target=self._perform_own, args=(work, own), daemon=True)
         self._own_share.start()
         answers: dict[int, Answer] = {}
-        end = time.monotonic() + deadline
+        patience = Patience(deadline)
         try:
             while len(answers) < self.size and not self._gone(answers):
-                if time.monotonic() >= end and not self._doubtful(answers):
+                if patience.is_over() and not self._doubtful(answers):
                     break
                 self._own_share.join(_POLL)
                 for other in range(self.size):
                     if other not in answers and (answer := self._answer(call, other, own)) is not None:
-                        answers[other] = pickle.loads(answer)
-                        if answers[other].failure:  # the others are likely to be waiting for it in a collective
-                            end = min(end, time.monotonic() + GRACE)
+                        began = time.monotonic()
+                        answers[other] = unpickled(answer, patience.left)
+                        patience.spend(time.monotonic() - began)
+                if so_far := [*failures_of(answers).values()]:  # the others are likely to be waiting for it
+                    patience.shorten(TO_SAY_WHY if all(map(is_left_alone, so_far)) else GRACE)
         except KeyboardInterrupt:
             if not self._gone(answers):  # else torchrun ends the run, as a rank has ended
                 raise
@@ -190,9 +194,12 @@ class TorchrunWorld:
         if failures or not self.alive:
             if self.alive and (any(each.broken for each in answers.values()) or not self._in_step(answers)):
                 self.alive = False
-            silent = [rank_ for rank_ in range(self.size) if rank_ not in answers | failures]
-            where = "had not answered; its stack is in its own output"
-            raise rank_error(self.size, failures, dict.fromkeys(silent, where))
+            seconds = f"had not answered after {patience.waited:.1f} s"
+            silent = {rank_: seconds for rank_ in range(self.size) if rank_ not in answers | failures}
+            silent |= {rank_: f"{seconds}; its stack is in its own output" for rank_ in silent if rank_ > 0}
+            if 0 in silent and (frame := sys._current_frames().get(self._own_share.ident or 0)):
+                silent[0] = f"{seconds}; it was at\n{''.join(traceback.format_stack(frame)).rstrip()}"
+            raise rank_error(self.size, failures, silent)
         self._store.delete_key(f"{call}")
         return answers
 
@@ -256,44 +263,3 @@ def _exit_at_once() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
-
-
-class LocalWorld:
-    """A world of one rank in this process, for single-device cases under torchrun."""
-
-    size = 1
-    alive = True
-    deadline = DEADLINE
-
-    def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
-        """Call `function(*args)` here."""
-        with within(self.deadline if deadline is None else deadline):
-            return [function(*args)]
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-class TorchrunWorlds:
-    """`shardmark.ranks.world.Worlds`' interface: the one world that torchrun started, and a local world of one."""
-
-    def __init__(self, device: str, ending: Callable[[str], object]) -> None:
-        self.device = device
-        self.deadline = DEADLINE
-        self._worlds: dict[int, TorchrunWorld | LocalWorld] = {1: LocalWorld()}
-        self._worlds[world_size()] = TorchrunWorld(device, ending)
-
-    def get(self, size: int) -> TorchrunWorld | LocalWorld:
-        """The world of that size; WorldError for a size that torchrun did not start, or for a world that is lost."""
-        if size not in self._worlds:
-            raise WorldError(f"torchrun started {world_size()} ranks, so there is no world of {size}")
-        world = self._worlds[size]
-        if isinstance(world, TorchrunWorld) and not world.alive:
-            raise WorldLostError(world.lost_by)
-        world.deadline = self.deadline
-        return world
-
-    def close(self) -> None:
-        """End the other ranks."""
-        for world in self._worlds.values():
-            world.close()

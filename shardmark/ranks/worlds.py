@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
+from shardmark.ranks import torchrun
 from shardmark.ranks.checkout import Checkout
+from shardmark.ranks.deadline import within
 from shardmark.ranks.left_behind import LeftBehind
 from shardmark.ranks.link import Link
+from shardmark.ranks.rank import WorldError, WorldLostError
 from shardmark.ranks.world import DEADLINE, World
 from shardmark.text import printable
 
@@ -61,3 +66,44 @@ class Worlds:
         for world in self._worlds.values():
             world.close()
         self._worlds.clear()
+
+
+class LocalWorld:
+    """A world of one rank in this process, for single-device cases under torchrun."""
+
+    size = 1
+    alive = True
+    deadline = DEADLINE
+
+    def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
+        """Call `function(*args)` here."""
+        with within(self.deadline if deadline is None else deadline):
+            return [function(*args)]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class TorchrunWorlds:
+    """`shardmark.ranks.world.Worlds`' interface: the one world that torchrun started, and a local world of one."""
+
+    def __init__(self, device: str, ending: Callable[[str], object]) -> None:
+        self.device = device
+        self.deadline = DEADLINE
+        self._worlds: dict[int, torchrun.TorchrunWorld | LocalWorld] = {1: LocalWorld()}
+        self._worlds[torchrun.world_size()] = torchrun.TorchrunWorld(device, ending)
+
+    def get(self, size: int) -> torchrun.TorchrunWorld | LocalWorld:
+        """The world of that size; WorldError for a size that torchrun did not start, or for a world that is lost."""
+        if size not in self._worlds:
+            raise WorldError(f"torchrun started {torchrun.world_size()} ranks, so there is no world of {size}")
+        world = self._worlds[size]
+        if isinstance(world, torchrun.TorchrunWorld) and not world.alive:
+            raise WorldLostError(world.lost_by)
+        world.deadline = self.deadline
+        return world
+
+    def close(self) -> None:
+        """End the other ranks."""
+        for world in self._worlds.values():
+            world.close()

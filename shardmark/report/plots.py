@@ -13,10 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shardmark.rows.columns import Entry
 from shardmark.rows.figures import figure
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,31 @@ def restored(plot: Mapping[str, Any]) -> Plot:
     known = {field.name: plot[field.name] for field in fields(kind) if field.name in plot}
     known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
     if kind is Points:
-        known["published"] = tuple(Published(**each) for each in known["published"])
-    return kind(**known)
+        known["published"] = tuple(_checked(Published, each) for each in known["published"])
+    return _checked(kind, known)
+
+
+def _checked(kind: type[T], values: Mapping[str, Any]) -> T:
+    """An object of these values. Raises TypeError for one of another type than its field."""
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        if not _fits(value, hints.get(name, Any)):
+            raise TypeError(f"{kind.__name__}.{name} is of type {type(value).__name__}")
+    return kind(**values)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON, with tuples for its lists, is of that type."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in inside)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, inside[1]) for each in value.values())
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(each, inside[0]) for each in value)
+    return isinstance(value, int | float if hint is float else hint)
 
 
 def number(entry: Entry, where: str) -> float | None:

@@ -30,8 +30,8 @@ class GrowingFile:
         {head, "unmeasured": [..., and spaces for more], "benchmarks": [...]}
 
     A row is added to the copy with the hidden name, which then takes the path's name. So the path holds whole JSON even
-    if a write is cut short or the power goes, and a row costs its own size to write: to write the whole file for each of 2,000 rows takes
-    40 times as long.
+    if a write is cut short or the power goes, and a row costs its own size to write: to write the whole file for each
+    of 2,000 rows takes 40 times as long.
 
     An older file stays until the first row. Locks on both copies make a second run on the path an error.
     """

@@ -15,6 +15,11 @@ from shardmark.rows.row import SCHEMA
 
 T = TypeVar("T")
 
+MIB = 2**20
+LARGEST = 128 * MIB
+"""Bytes of JSON in the largest file that is read: a run of 2,000 rows has 20 MiB."""
+LONGEST = 2000
+"""Characters of the longest name of a test."""
 LISTS = ("benchmarks", "unmeasured")
 """A file's rows: those with times, and those without."""
 
@@ -43,6 +48,9 @@ def read_run(path: Path) -> Entry:
         raise RunFileError(f"{path} has no rows that a run of this suite wrote with --benchmark-json")
     if lacking := sorted({each for entries in rows.values() for entry in entries for each in _lacking(entry)}):
         raise RunFileError(f"{path} is of another version of this suite, its rows without {', '.join(lacking)}")
+    longest = max(len(entry["fullname"]) for entries in rows.values() for entry in entries)
+    if longest > LONGEST:
+        raise RunFileError(f"{path} has a test whose name is {longest:,} characters long")
     if not isinstance(output.get("machine_info"), dict):
         raise RunFileError(f"{path} is of another version of this suite, without machine_info")
     return {**output, **rows}
@@ -53,8 +61,11 @@ def read_json(path: Path, shown: str) -> Any:
     try:
         if path.exists() and not path.is_dir() and not path.is_file():
             raise OSError(errno.EINVAL, "not a regular file")
-        data = path.read_bytes()
-        return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(LARGEST + 1)  # a compressed file may be a thousand times as large as it seems
+        if len(data) > LARGEST:
+            raise ValueError(f"it has more than {LARGEST // MIB} MiB of JSON, and a run has a few")
+        return json.loads(data)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise RunFileError(f"{shown} is not whole, or not compressed: {error}") from None
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import fnmatch
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 
 def matches(pattern: str, test_id: str) -> bool:
     """Whether the pattern matches that test: `*` and `?` are wildcards; brackets are literal, as in test ids."""
-    wildcards = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
-    return re.fullmatch(wildcards, test_id) is not None
+    return fnmatch.fnmatchcase(test_id, pattern.replace("[", "[[]"))  # in linear time, however many stars
 
 
 def read_tables(path: Path, option: str, error: type[ValueError]) -> dict[str, Any]:

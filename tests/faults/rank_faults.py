@@ -14,11 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.faults import that_fail as faults_that_fail
-from tests.faults import that_stay as faults_that_stay
+from tests.faults import that_fail, that_patch, that_set, that_stay
 from tests.faults.table import FAULTS as FAULTS
 
-MODULES = faults_that_fail, faults_that_stay
+MODULES = that_fail, that_stay, that_set, that_patch
 
 
 def state() -> list[Any]:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 HUNG = 1.0
 """Seconds until a rank counts as hung, where it hangs."""
+LONG = 60.0
+"""Seconds until any other rank counts as hung."""
 FAILS, WARNS, PASSES = "fails", "warns", "passes"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -36,14 +38,14 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fails(says: str, everywhere: bool = False) -> Callable[[Function], Function]:
+def fails(says: str, everywhere: bool = False, deadline: float = LONG) -> Callable[[Function], Function]:
     """The test fails. The function runs on rank 1, for which the other ranks wait; or on every rank."""
-    return _fault(FAILS, says, r"\d" if everywhere else "1", everywhere)
+    return _fault(FAILS, says, r"\d" if everywhere else "1", everywhere, deadline)
 
 
-def hangs(says: str, ranks: str = "1") -> Callable[[Function], Function]:
-    """The test fails at its deadline. The function runs on rank 1, for which the other ranks wait."""
-    return _fault(FAILS, rf"had not answered after \d+\.\d s; {says}", ranks, everywhere=False, deadline=HUNG)
+def hangs(says: str, ranks: str = "1", everywhere: bool = False) -> Callable[[Function], Function]:
+    """The test fails at its deadline. The function runs on rank 1, for which the other ranks wait; or on every rank."""
+    return _fault(FAILS, rf"had not answered after \d+\.\d s; {says}", ranks, everywhere, HUNG)
 
 
 def warns(says: str, everywhere: bool = True, restored: bool = True) -> Callable[[Function], Function]:
@@ -58,7 +60,7 @@ def passes() -> Callable[[Function], Function]:
 
 
 def _fault(
-    outcome: str, says: str, ranks: str, everywhere: bool, deadline: float = 60.0
+    outcome: str, says: str, ranks: str, everywhere: bool, deadline: float = LONG
 ) -> Callable[[Function], Function]:
     def add(function: Function) -> Function:
         @wraps(function)

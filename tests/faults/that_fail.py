@@ -4,6 +4,7 @@ import ctypes
 import os
 import resource
 import signal
+import struct
 import sys
 import time
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.faults.table import fails, hangs
+from tests.faults.table import HUNG, fails, hangs
 from tests.support.ranks import hang_in_c_with_the_interpreter_locked
 
 # It raises.
@@ -102,6 +103,24 @@ def recurses() -> None:
     deeper()
 
 
+@fails("raised LookupError: no such shard$")
+def destroys_its_group_on_its_way_out() -> None:
+    try:
+        raise LookupError("no such shard")
+    finally:  # as scripts do; the others fail at once, and this rank later
+        dist.destroy_process_group()
+        time.sleep(0.2)
+
+
+@fails("raised LookupError: no such shard$")
+def destroys_its_group_and_takes_its_time() -> None:
+    try:
+        raise LookupError("no such shard")
+    finally:
+        dist.destroy_process_group()
+        time.sleep(2)
+
+
 # It runs out of memory.
 
 
@@ -155,6 +174,22 @@ def ends_with_a_daemon_left() -> None:
         os.setsid()
         time.sleep(600)
     os._exit(4)
+
+
+@fails("closed its connection to the test$")
+def becomes_another_program() -> None:
+    os.execv("/bin/sleep", ["sleep", "600"])
+
+
+class EndsItsProcess:
+    def __del__(self) -> None:
+        os._exit(7)
+
+
+@fails("exited with 7$", everywhere=True)
+def leaves_garbage_that_ends_its_process() -> None:
+    one = EndsItsProcess()
+    one.itself = one  # type: ignore[attr-defined]
 
 
 # It hangs.
@@ -214,12 +249,52 @@ def returns_what_ends_its_reader() -> object:
     return EndsWhoReadsIt()
 
 
-@fails("wrote to the socket of its answers$", everywhere=True)
-def writes_to_its_sockets() -> None:
+class InterruptsWhoReadsIt:
+    def __reduce__(self) -> tuple:
+        return _interrupt, ()
+
+
+def _interrupt() -> None:
+    if not dist.is_initialized():
+        raise KeyboardInterrupt
+
+
+@fails(r"sent a reply that cannot be unpickled here: KeyboardInterrupt\(\)$", everywhere=True)
+def returns_what_interrupts_its_reader() -> object:
+    return InterruptsWhoReadsIt()
+
+
+class HoldsItsReader:
+    def __reduce__(self) -> tuple:
+        return _sleep_elsewhere, ()
+
+
+def _sleep_elsewhere() -> None:
+    if not dist.is_initialized():
+        time.sleep(1000)
+
+
+@fails(r"sent a reply that was not unpickled here within \d\.\d s$", everywhere=True, deadline=HUNG)
+def returns_what_holds_its_reader() -> object:
+    return HoldsItsReader()
+
+
+def _write_to_sockets(data: bytes) -> None:
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                os.write(int(number), b"\xff" * 64)
+                os.write(int(number), data)
+
+
+@hangs(r"it was in claims_a_huge_answer \(that_fail\.py:\d+\)$", ranks=r"\d", everywhere=True)
+def claims_a_huge_answer() -> None:
+    _write_to_sockets(struct.pack(">4sQQ", b"rank", 0, 2**43))
+    time.sleep(1000)
+
+
+@fails("wrote to the socket of its answers$", everywhere=True)
+def writes_to_its_sockets() -> None:
+    _write_to_sockets(b"\xff" * 64)
 
 
 @fails(r"(exited with 1: OSError: its connection to the test is closed|was killed by SIGABRT)", everywhere=True)

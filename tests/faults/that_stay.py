@@ -277,7 +277,7 @@ def shared_memory_prefix(folder: str) -> str:
 
 
 def _keep_shared_memory() -> None:
-    name = f"{shared_memory_prefix(os.environ.get(FOLDER, ''))}{os.getpid()}"
+    name = f"{shared_memory_prefix(os.environ.get(FOLDER, ''))}{os.getpid()}_{len(_kept)}"
     _kept.append(SharedMemory(create=True, size=100, name=name))
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from shardmark.ranks.deadline import AFTER_THE_FIRST, Deadlines, Hung, within
-from shardmark.ranks.torchrun import LocalWorld
+from shardmark.ranks.worlds import LocalWorld
 from tests.support.doubling import judged, make_doubling
 
 pytest_plugins = ["pytester"]

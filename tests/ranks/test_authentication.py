@@ -5,9 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from shardmark.ranks import authentication as seal
-from shardmark.ranks.authentication import VARIABLE, Seal, forget_key, launch_key
+from shardmark.ranks.authentication import VARIABLE, Seal, forget_key, launch_key, of_this_launch
 from shardmark.ranks.rank import WorldError
 
 
@@ -23,6 +24,15 @@ def test_a_sealed_message_opens_with_its_key_under_its_name_alone() -> None:
     ):
         with pytest.raises(WorldError, match=r"^message \d was not written by a process of this launch$"):
             Seal(other).open(message, name)
+
+
+def test_a_message_of_another_launch_does_not_open_though_the_key_is_the_same() -> None:
+    store = dist.HashStore()
+    launch = of_this_launch(store, 0, 1)
+    sealed = Seal(b"key", launch).seal(b"message", "1")
+    assert Seal(b"key", launch).open(sealed, "1") == b"message"
+    with pytest.raises(WorldError, match="not written by a process of this launch"):
+        Seal(b"key", of_this_launch(store, 0, 1)).open(sealed, "1")
 
 
 def test_the_key_is_a_file_of_this_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -44,7 +54,10 @@ def test_several_machines_need_a_key_of_their_own(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(WorldError, match=f"^ranks on several machines need .* {VARIABLE} to the same on each$"):
         launch_key(first=True, one_machine=False)
     monkeypatch.setenv(VARIABLE, "secret")
-    assert launch_key(first=True, one_machine=False) == b"secret"
+    with pytest.raises(WorldError, match=r"^SHARDMARK_KEY has 6 bytes, and a secret has 16 at least$"):
+        launch_key(first=True, one_machine=False)
+    monkeypatch.setenv(VARIABLE, "a secret, longer")
+    assert launch_key(first=True, one_machine=False) == b"a secret, longer"
 
 
 def _name(results: multiprocessing.SimpleQueue) -> None:
