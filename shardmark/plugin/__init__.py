@@ -202,7 +202,7 @@ def worlds(pytestconfig: pytest.Config) -> WorldsBySize:
             note_unasked(str(error))
             pytest.skip(str(error))
         except OSError as error:  # no loopback interface: nothing that the machine lacks, but something to mend
-            pytest.fail(str(error.strerror or error), pytrace=False)
+            raise pytest.fail.Exception(str(error.strerror or error), pytrace=False) from None
 
     return get
 

@@ -30,7 +30,7 @@ def write_summary(terminal: pytest.TerminalReporter, session: Session, verbose: 
                 terminal.write_line(line)
     files = list(_files(session))
     if rows:
-        summary = Summary(rows, session.questions, session.outcomes, session.rows.machine_info)
+        summary = Summary(rows, session.questions, session.outcomes, session.rows.machine_info, lacks_rows=bool(lost))
         width = min(max(terminal._tw.fullwidth, LEAST), MOST)
         terminal.write_sep("-", "what this run says")
         files = screen_lines(summary, width, files, verbose)

@@ -1,5 +1,7 @@
-"""Time that ranks are at work between two calls, when they should be idle: a child or a thread that a call left spinning
-would slow every later test, and no comparison of settings finds it."""
+"""Ranks that are at work between two calls, when they should be idle.
+
+A child or a thread that a call has left spinning slows every later test, and no comparison of settings finds it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from pathlib import Path
 
 SHORTEST = 0.02
 """Seconds between two calls from which on they are compared: a thread pool may spin for some milliseconds."""
+STARTED = 1.0
+"""Seconds in which a program that a rank has started may be at work, and then waits."""
 BUSY = 0.5
 """Share of the time from which on a rank counts as busy."""
 LIBRARIES = b"compile_worker"
@@ -29,7 +33,17 @@ class Idle:
         self._before = [_seconds_at_work(pid) for pid in self._pids]
 
     def busy(self) -> list[int]:
-        """Ranks that have been at work all the same, or whose children have."""
+        """Ranks that have been at work all the same, or whose children have, and do not cease within a second: a
+        program needs its time to start."""
+        ranks = self._at_work()
+        end = time.monotonic() + STARTED
+        while ranks and time.monotonic() < end:
+            self.begin()
+            time.sleep(STARTED / 10)
+            ranks = self._at_work()
+        return ranks
+
+    def _at_work(self) -> list[int]:
         seconds = time.monotonic() - self._since
         if seconds < SHORTEST:
             return []

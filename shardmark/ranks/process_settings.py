@@ -118,6 +118,7 @@ OPERATING_SYSTEM: dict[str, Callable[[], Any]] = {
     "a resource limit": lambda: [resource.getrlimit(number) for number in _LIMITS],
     "the cores it may run on": lambda: os.sched_getaffinity(0),
     "its scheduling policy": lambda: (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
+    "its process group": os.getpgrp,
     "its priority": lambda: os.getpriority(os.PRIO_PROCESS, 0),
     "a timer": lambda: [signal.getitimer(timer)[0] > 0 for timer in _TIMERS],
     "a signal handler": lambda: [signal.getsignal(number) for number in _SIGNALS],

@@ -6,7 +6,6 @@ error that ended it (rank0.end).
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -75,8 +74,6 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 AT_REST = 0.5
 """Seconds that a GPU gets to finish the work of a failed call: less than other ranks get to answer."""
-PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
 WORLD_VARIABLE = "SHARDMARK_WORLD"
 """Environment variable with a rank's private folder: it marks every program that the rank starts."""
 
@@ -261,19 +258,21 @@ def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process group when the parent process ends, however it ends and whatever we do; and
-    this process when the server of ranks ends, which it does then too: a call may leave the group.
+    """Have the kernel kill this process and its process group when the parent process ends, however it ends and
+    whatever we do.
 
-    The parent holds the write end of a pipe whose read end is its sentinel here; the pipe signals us when it closes.
-    A thread that watches the sentinel would do the same only while something releases the interpreter lock.
+    The parent holds the write end of a pipe whose read end is its sentinel here; the pipe signals us when it closes. It
+    signals one owner: the group is that of the sentinel, and this process, which may leave the group, that of the
+    sentinel opened anew. A thread that watches the sentinel would do the same only while something releases the
+    interpreter lock.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
-    with suppress(AttributeError, OSError):  # no Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())  # the whole process group
-    fcntl.fcntl(parent.sentinel, getattr(fcntl, "F_SETSIG", 10), signal.SIGKILL)
-    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    again = os.open(f"/proc/self/fd/{parent.sentinel}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    for descriptor, owner in ((parent.sentinel, -os.getpid()), (again, os.getpid())):
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, owner)
+        fcntl.fcntl(descriptor, getattr(fcntl, "F_SETSIG", 10), signal.SIGKILL)
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
     if select.select([parent.sentinel], [], [], 0)[0]:  # it was gone before the signal was armed
         os._exit(1)

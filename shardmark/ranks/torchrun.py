@@ -198,7 +198,10 @@ class TorchrunWorld:
             silent = {rank_: seconds for rank_ in range(self.size) if rank_ not in answers | failures}
             silent |= {rank_: f"{seconds}; its stack is in its own output" for rank_ in silent if rank_ > 0}
             if 0 in silent and (frame := sys._current_frames().get(self._own_share.ident or 0)):
-                silent[0] = f"{seconds}; it was at\n{''.join(traceback.format_stack(frame)).rstrip()}"
+                stack = traceback.extract_stack(frame)
+                names = [each.name for each in stack]
+                frames = stack[names.index("perform") + 1 :] if "perform" in names else stack
+                silent[0] = f"{seconds}; it was in {frames[-1].name}\n{''.join(traceback.format_list(frames)).rstrip()}"
             raise rank_error(self.size, failures, silent)
         self._store.delete_key(f"{call}")
         return answers

@@ -44,7 +44,14 @@ GRACE = 1.0
 """Seconds that the other ranks get to answer once one has failed."""
 TO_SAY_WHY = 10.0
 """Seconds that a rank gets to fail where the others have failed only because it closed their connections."""
-PRELOADED = ["__main__", "torch", "torch.distributed.tensor", "torch._dynamo", "torch.distributed.optim"]
+PRELOADED = [
+    "shardmark.ranks.preload",
+    "__main__",
+    "torch",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch.distributed.optim",
+]
 PRELOADED += ["shardmark.ranks.rank", "pytest"]
 """Modules imported once in the server instead of once in every rank, as are the registered families: DTensor's
 operators need dynamo, test modules need pytest, and importing torch.distributed.optim compiles code for half a

@@ -133,7 +133,8 @@ def verdict(summary: Summary) -> str:
         text = f"No test failed, and {are} undecided."
     elif passed:
         all_of = {1: "The only test", 2: "Both tests"}.get(ran, f"All {ran} tests")
-        text = f"{all_of} passed: every budget was met."
+        but = "but rows are not in the file that was asked for" if summary.lacks_rows else "every budget was met"
+        text = f"{all_of} passed{', ' if summary.lacks_rows else ': '}{but}."
     else:
         text = "No test ran to its end."
     if outcomes.has_ended() and summary.has_outcomes:

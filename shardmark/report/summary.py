@@ -34,6 +34,8 @@ class Summary:
     date: str = ""
     has_outcomes: bool = True
     """Whether it is known how each test ended; otherwise only of the rows."""
+    lacks_rows: bool = False
+    """Whether rows are not in the file that was asked for."""
 
     @classmethod
     def of(cls, output: Entry) -> Summary:

@@ -151,6 +151,11 @@ def leaves_another_priority() -> None:
     os.nice(1)
 
 
+@warns("its process group changed", restored=False)
+def leaves_its_process_group() -> None:
+    os.setpgid(0, os.getpgid(os.getppid()))
+
+
 @warns("the cores it may run on changed", restored=False)
 def leaves_other_cores() -> None:
     allowed = os.sched_getaffinity(0)

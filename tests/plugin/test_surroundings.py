@@ -128,12 +128,18 @@ def test_what_a_user_who_is_not_root_may_not_write_is_one_line(tmp_path: Path) -
 
 
 @pytest.mark.sweep
-def test_without_a_network_one_line_says_so_and_rows_are_kept(tmp_path: Path) -> None:
-    run = Fresh(project(tmp_path), ["--benchmark-json=out.json", "-rs"])
+def test_a_user_whose_warnings_are_errors_has_ranks(tmp_path: Path) -> None:
+    ended = Fresh(project(tmp_path), ["-k", "world"], {"PYTHONWARNINGS": "error"}).run()
+    assert ended.status == 0 and "1 passed" in ended.output
+
+
+@pytest.mark.sweep
+def test_without_a_network_a_test_of_ranks_fails_in_one_line_and_rows_are_kept(tmp_path: Path) -> None:
+    run = Fresh(project(tmp_path), ["--benchmark-json=out.json"])
     without("unshare", "-n")(run)
     ended = run.run()
-    assert (ended.status, ended.rows()) == (0, [0, 1, 2]) and ended.has_screen, ended.output
-    assert len(ended.lines(": ranks talk over the loopback interface, and it is down: ip link set lo up")) == 1
+    assert (ended.status, ended.rows()) == (1, [0, 1, 2]) and ended.has_screen, ended.output
+    assert len(ended.lines("ranks talk over the loopback interface, and it is down: ip link set lo up")) == 1
 
 
 @pytest.mark.sweep

@@ -20,13 +20,18 @@ import os, sys
 from tests.support.ranks import hang_in_c_with_the_interpreter_locked, start_a_sleeper
 from shardmark.ranks import world
 from shardmark.ranks.world import World
-world.PRELOADED[1:] = ["shardmark.ranks.rank"]  # the rest takes seconds, and nobody here needs it
+world.PRELOADED[2:] = ["shardmark.ranks.rank"]  # the rest takes seconds, and nobody here needs it
+
+def leave_the_group_and_hang(group):
+    os.setpgid(0, group)
+    hang_in_c_with_the_interpreter_locked()
+
 if __name__ == "__main__":
     worlds = [World(2), World(1)]
     started = worlds[0].run(start_a_sleeper if sys.argv[1] == "hang" else os.getpid)
     print(*started, *[pid for world in worlds for pid in world.pids], worlds[0]._directory, flush=True)
     if sys.argv[1] == "hang":
-        worlds[0].run(hang_in_c_with_the_interpreter_locked)
+        worlds[0].run(leave_the_group_and_hang, os.getpgrp())
 """
 
 
@@ -38,8 +43,8 @@ if __name__ == "__main__":
     ],
 )
 def test_no_rank_outlives_the_process_that_started_it(end: signal.Signals | None, tmp_path: Path) -> None:
-    """Not even ranks that hang in C, nor what they started, when that process gets no chance to clean up. TMPDIR has
-    no room for a socket."""
+    """Not even ranks that hang in C and have left their process group, nor processes that ranks started, when that
+    process gets no chance to clean up. TMPDIR has no room for a socket."""
     script, temporary = tmp_path / "session.py", tmp_path / ("a long näme" * 10)
     temporary.mkdir()
     script.write_text(SESSION)

@@ -223,13 +223,15 @@ def test_times_of_another_machine_are_not_compared() -> None:
     assert found.rows == [] and "Times are not compared: old.json is of " in found.counts[0]
 
 
-RACED, NO_RATIO, UNKNOWN_PLOT = output([raced("slower", 1.0)]), output([raced("slower", 1.0)]), run()
+RACED, NO_RATIO, UNKNOWN_PLOT, NO_TITLE = output([raced("slower", 1.0)]), output([raced("slower", 1.0)]), run(), run()
 NO_RATIO["benchmarks"][0]["extra_info"]["time"]["pairs"]["peer"]["ratio"] = None
 UNKNOWN_PLOT["questions"][0]["plots"][0]["kind"] = "Pies"
+NO_TITLE["questions"][0]["plots"][0]["title"] = {"a": 1}
 NO_NUMBER = "is of another version of this suite (TypeError: None is no number that was measured)"
 REFUSED = {
     "foreign": ([{"benchmarks": []}], "0.json has no rows that a run of this suite"),
     "unknown plot": ([UNKNOWN_PLOT], "0.json is of another version of this suite (KeyError: 'Pies')"),
+    "no title": ([NO_TITLE], "0.json is of another version of this suite (TypeError: Lines.title is of type dict)"),
     "no ratio before": ([NO_RATIO, RACED], NO_NUMBER),
     "no ratio now": ([RACED, NO_RATIO], NO_NUMBER),
 }

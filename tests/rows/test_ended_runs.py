@@ -42,13 +42,14 @@ MOMENTS = [
     Moment("before the first row", lambda n: SignalIn("plugin.measure:Measure.record", n), 0, table=False),
     Moment("first row half written", lambda n: SignalAt(n[0], 2), 1),
     Moment("between rows", lambda n: SignalIn("plugin.measure:Measure.record", n, call=2), 1),
+    Moment("as the second row is judged", lambda n: SignalIn("verdict.budget:verdicts", n, call=2), 2),
     Moment("second row half written", lambda n: SignalAt(n[0], FIRST_STEP_OF_THE_SECOND_ROW + 1), 2),
     Moment("last rewrite", lambda n: SignalIn("rows.writer:RowFile._write_whole", n), 3),
     Moment("after the last rewrite", lambda n: SignalIn("rows.writer:RowFile._write_whole", n, after=True), 3),
     Moment("summary", lambda n: SignalIn("plugin:write_summary", n), 3, status=0),
     Moment("ranks end", lambda n: SignalIn("ranks.worlds:Worlds.close", n), 3, status=0),
 ]
-EVERY_TIME = ("options are checked", "first row half written", "ranks end")
+EVERY_TIME = ("options are checked", "as the second row is judged", "first row half written", "ranks end")
 
 
 def moments(every_time: tuple[str, ...] = EVERY_TIME) -> Any:

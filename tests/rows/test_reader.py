@@ -1,12 +1,14 @@
 """A run's file is read, or refused in one line that says what is wrong with it."""
 
+import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardmark.rows.reader import RunFileError, read_run
+from shardmark.rows.reader import LARGEST, RunFileError, read_run
 from shardmark.rows.row import SCHEMA
 
 
@@ -61,6 +63,25 @@ def test_what_is_no_run_is_refused_in_one_line(name: str, tmp_path: Path) -> Non
         read_run(file)
     assert str(refused.value).startswith(str(file)) and reason in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_compressed_file_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.json.gz"
+    with gzip.open(file, "wb") as bomb:
+        for _ in range(200):
+            bomb.write(bytes(2**20))
+    tracemalloc.start()
+    with pytest.raises(RunFileError, match=r"run\.json\.gz: it has more than 128 MiB of JSON, and a run has a few$"):
+        read_run(file)
+    assert tracemalloc.get_traced_memory()[1] < 2.5 * LARGEST
+    tracemalloc.stop()
+
+
+def test_a_name_that_nobody_could_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(output(entry() | {"fullname": "x" * 10**7})))
+    with pytest.raises(RunFileError, match=r"has a test whose name is 10,000,000 characters long$"):
+        read_run(file)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_patterns_take_brackets_as_they_are() -> None:
     assert not budget.matches("perf/test_attention.py::test_attention[eager-b4-both]")
     assert not budget.matches("perf/test_attention.py::test_attentionf")
     assert AbsoluteBudget("*[case?]").matches("x[case1]")
+    assert AbsoluteBudget("*a" * 50 + "b").matches("a" * 5000) is False  # in milliseconds
 
 
 def test_a_budget_file_is_read(tmp_path: Path) -> None:
