@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from impl.fsdp.cases import FSDPCase
 from impl.fsdp.workload import FSDPStep
@@ -257,3 +258,18 @@ def test_nothing_stays_mapped_of_what_was_simulated() -> None:
     with simulation():
         program()
     assert mapped() - before < 2**30
+
+
+def simulated_and_real_sizes() -> list[int]:
+    with one_rank_of(4):
+        inside = [dist.get_world_size(), dist.get_world_size(dist.new_group([0, 1, 2]))]
+    total = torch.ones(())
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=dist.new_group())
+    funcol.all_reduce(total, "sum", dist.group.WORLD).sum()
+    return [*inside, dist.get_world_size(), int(total)]
+
+
+def test_a_rank_of_a_real_group_simulates_another_one_and_is_in_its_own_again(worlds: WorldsBySize) -> None:
+    """Under torchrun a formula that follows a simulated step is asked in such a process."""
+    assert worlds(2).run(simulated_and_real_sizes) == [[4, 3, 2, 4]] * 2

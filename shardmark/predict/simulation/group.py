@@ -183,6 +183,27 @@ def _received(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
+def _real_group_aside() -> Iterator[None]:
+    """Set the process group that this process is in aside: under torchrun it is a rank of one."""
+    if not dist.is_initialized():
+        yield
+        return
+    names = dict(c10d._world.pg_names)
+    with ExitStack() as aside:
+        for place in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"):
+            aside.enter_context(patch.object(c10d, f"_{place}", {}))
+        aside.enter_context(patch.object(c10d, "_group_count", 0))
+        aside.enter_context(patch.object(c10d, "_default_pg_init_method", None))
+        aside.enter_context(patch.object(c10d, "_world", c10d._World()))
+        c10d._unregister_all_process_groups()
+        try:
+            yield
+        finally:
+            for group, name in names.items():
+                c10d._register_process_group(name, group)
+
+
+@contextmanager
 def one_rank_of(size: int, rank: int = 0, backend: str = "gloo", schedule: Schedule = UNTIMED) -> Iterator[None]:
     """In the block this process is rank `rank` of a process group of `size` ranks, which all do the same. Waits for
     all-reduces go to the schedule."""
@@ -211,6 +232,7 @@ def one_rank_of(size: int, rank: int = 0, backend: str = "gloo", schedule: Sched
         # PyTorch names NCCL's version in errors of an NCCL group, and a build without CUDA has none.
         patches.enter_context(patch("torch.cuda.nccl.version", lambda: (0, 0, 0)))
         patches.enter_context(shortcuts())
+        patches.enter_context(_real_group_aside())
         dist.init_process_group("gloo", store=FakeStore(), rank=rank, world_size=size)
         try:
             yield
