@@ -84,10 +84,11 @@ class Attributes:
 
     def _changed(self) -> list[Any]:
         """Owners that hold something else, or in another order."""
+        same = operator.is_
         return [
             owner
             for owner, before in self._before.items()
-            if len(vars(owner)) != len(before) or not all(map(operator.is_, vars(owner).values(), before.values()))
+            if len(now := owner.__dict__) != len(before) or not all(map(same, now.values(), before.values()))
         ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -127,8 +128,20 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
         return pickle.dumps(Answer(failure=failure, **left))
 
 
+def _collect_garbage() -> None:
+    """Collect what the call has left: what an object does as it goes is this call's doing.
+
+    Objects that have survived a collection are looked at again after every hundredth call alone: modules that have been
+    imported, such as the compiler's, would take a tenth of a second after each.
+    """
+    gc.collect(1 if next(_calls) % 100 else 2)
+
+
+_calls = itertools.count(1)
+
+
 def _left_behind(before: RankState) -> dict[str, Any]:
-    gc.collect()  # what the call's garbage does when it goes is this call's doing
+    _collect_garbage()
     changed = before.restore()
     broken = before.broken() or _unrest_on_gpu()
     joined = dist.is_initialized() and broken is None

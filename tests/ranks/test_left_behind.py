@@ -32,7 +32,7 @@ def state_of(world: World) -> list[Any]:
     return world.run(state)
 
 
-@pytest.mark.filterwarnings("ignore:leaves_no_environment")
+@pytest.mark.filterwarnings("ignore:leaves_(no_environment|many_functions|another_precision)")
 @pytest.mark.parametrize("name", names_of(WARNS, "leaves_half_a_collective"))
 def test_what_a_call_leaves_is_restored_or_ends_its_world_and_its_test_is_warned(name: str, pair: World) -> None:
     if name == "leaves_half_a_collective" and pair.device != "cpu":

@@ -7,6 +7,7 @@ this rank's own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -192,6 +193,7 @@ def _real_group_aside() -> Iterator[None]:
     with ExitStack() as aside:
         for place in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"):
             aside.enter_context(patch.object(c10d, f"_{place}", {}))
+        aside.enter_context(patch.object(sys, "excepthook", sys.excepthook))
         aside.enter_context(patch.object(c10d, "_group_count", 0))
         aside.enter_context(patch.object(c10d, "_default_pg_init_method", None))
         aside.enter_context(patch.object(c10d, "_world", c10d._World()))
