@@ -97,9 +97,7 @@ def ids(*names: str) -> list[str]:
     ("name", "line"),
     [
         ("works", r"rank \d of 2 raised AssertionError: left there"),
-        pytest.param(
-            "waits", r"rank 1 of 2 had not answered .* it was in wait ", marks=pytest.mark.sweep
-        ),
+        pytest.param("waits", r"rank 1 of 2 had not answered .* it was in wait ", marks=pytest.mark.sweep),
         pytest.param("in_its_setup", r"rank \d of 2 raised AssertionError: left there", marks=pytest.mark.sweep),
     ],
 )

@@ -1,10 +1,16 @@
 """Functions and classes that a call leaves replaced on a rank: they are put back, and its test is warned."""
 
+import builtins
+import copy
 import json
+import pickle
 import random
+import socket
+import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +82,14 @@ PATCHED = {
     "numpys_draws": (np.random, "rand"),
     "numpys_sum": (np, "sum"),
     "pythons_draws": (random, "gauss"),
+    "backward": (torch.autograd, "backward"),
+    "norms": (torch.linalg, "norm"),
+    "file_opening": (builtins, "open"),
+    "pickling": (pickle, "dumps"),
+    "copies": (copy, "deepcopy"),
+    "sockets": (socket, "socket"),
+    "programs": (subprocess, "Popen"),
+    "warnings": (warnings, "warn"),
     "json": (json, "dumps"),
     "threads": (threading, "Thread"),
     "tracebacks": (traceback, "format_exc"),
