@@ -139,7 +139,8 @@ def test_without_a_network_a_test_of_ranks_fails_in_one_line_and_rows_are_kept(t
     without("unshare", "-n")(run)
     ended = run.run()
     assert (ended.status, ended.rows()) == (1, [0, 1, 2]) and ended.has_screen, ended.output
-    assert len(ended.lines("ranks talk over the loopback interface, and it is down: ip link set lo up")) == 1
+    told = ended.lines("ranks talk over the loopback interface, and it is down: ip link set lo up")
+    assert len(told) == 2 and "Traceback" not in ended.output  # as the failure, and on the screen
 
 
 @pytest.mark.sweep
