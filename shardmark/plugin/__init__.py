@@ -34,6 +34,7 @@ from shardmark.plugin.once_more import OnceMore
 from shardmark.plugin.options import pytest_addoption as pytest_addoption
 from shardmark.plugin.progress import Progress
 from shardmark.plugin.session import SESSION, implementation_of, measures, start_session
+from shardmark.plugin.terminal import pytest_keyboard_interrupt as pytest_keyboard_interrupt
 from shardmark.plugin.terminal import write_summary
 from shardmark.plugin.workers import SHARED, Worker
 from shardmark.ranks import torchrun

@@ -50,3 +50,15 @@ def _files(session: Session) -> Iterator[Styled]:
     for budget in session.budgets:
         if budget.pattern not in session.matched_budgets:
             yield f'--budgets: no measured test matches "{printable(budget.pattern)}"', {"yellow": True}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    """Drop frames that were interrupted at an instruction without a line, as some at the end of a `with` block are: on
+    Python 3.11 pytest's report of a Ctrl-C there raises TypeError in place of the run's summary."""
+    entry = excinfo.tb
+    while entry.tb_next is not None:
+        if entry.tb_next.tb_lineno is None:
+            entry.tb_next = entry.tb_next.tb_next
+        else:
+            entry = entry.tb_next

@@ -112,6 +112,26 @@ def test_signals_that_come_together_are_one(numbers: tuple[signal.Signals, ...],
     assert ended.rows() == [0, 1, 2] and ended.has_screen and ended.status == 2, ended.output
 
 
+NO_LINES = """
+import signal
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+interrupt.__code__ = interrupt.__code__.replace(co_linetable=b"")
+
+def test_row_interrupted():
+    interrupt()
+"""
+
+
+def test_ctrl_c_at_an_instruction_without_a_line_costs_no_table(folder: Path) -> None:
+    """The compiler writes some, and there pytest 9 cannot show the frame."""
+    project(folder, test_zz=NO_LINES)
+    ended = forked(folder, *OPTIONS)
+    assert ended.status == 2 and ended.rows() == [0, 1, 2] and ended.has_screen, ended.output
+
+
 def hang_up_below_nohup() -> None:
     signal.signal(HUP, signal.SIG_IGN)
     SignalIn("plugin.measure:Measure.record", (HUP,), call=2)()
