@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
+from correctness.support.contracts import counted_calls
 from shardmark.api import note_unasked
 
 FEW_EXAMPLES = 100
 """The sweep draws more, and draws all of them."""
-PATIENCE = 15.0
-"""Seconds of this thread's own time after which no more of few examples are drawn: a slow implementation is not wrong.
-Other work of the machine takes none of them, and the verdict says that examples were left out."""
+MOST_CALLS = 10_000_000
+"""Calls of functions after which no more of few examples are drawn: some 15 s. A slow implementation is not wrong. Calls
+are counted, as seconds depend on what else the machine does; the verdict says that examples were left out."""
+
+
+class Work:
+    """Functions that a test's examples have called: counted in the examples 0, 1, 3, 7, 15 and so on, as counting takes
+    time, and taken to be as many in those that follow each."""
+
+    def __init__(self, examples: int) -> None:
+        self._bounded = examples <= FEW_EXAMPLES
+        self._begun = self._in_one = self._calls = 0
+
+    @contextmanager
+    def of_one_example(self) -> Iterator[None]:
+        if self._bounded and self._begun & (self._begun + 1) == 0:
+            with counted_calls() as counted:
+                yield
+            self._in_one = counted.calls
+        else:
+            yield
+        self._begun += 1
+        self._calls += self._in_one
+
+    def is_enough(self) -> bool:
+        return self._calls > MOST_CALLS
 
 
 def autocast_takes(mode: str, *dtypes: torch.dtype) -> bool:
@@ -29,17 +53,17 @@ LARGEST = 400
 def one_beyond_tiles(examples: int) -> Iterator[int]:
     """Yield sizes up to LARGEST, first those one above a multiple of a large power of two; fewer if they are slow."""
     sizes = sorted(range(1, LARGEST), key=lambda n: (n - 1) & -(n - 1), reverse=True)[:examples]
-    until = time.thread_time() + PATIENCE if examples <= FEW_EXAMPLES else float("inf")
+    work = Work(examples)
     for drawn, n in enumerate(sizes, 1):
-        yield n
-        if time.thread_time() > until and drawn < len(sizes):
-            note_unasked(left_out(PATIENCE))
+        with work.of_one_example():
+            yield n
+        if work.is_enough() and drawn < len(sizes):
+            note_unasked(LEFT_OUT)
             return
 
 
-def left_out(seconds: float) -> str:
-    """Why the verdict is not on all examples."""
-    return f"too slow: after {seconds:g} s of computing, its further examples were left out"
+LEFT_OUT = f"too slow: after {MOST_CALLS:,} calls of functions, its further examples were left out"
+"""Why the verdict is not on all examples."""
 
 
 BESIDE_LAUNCHES = tuple(n + by for n in (32, 64, 128, 256, 512, 1024) for by in (1, -1, 0))

@@ -12,7 +12,6 @@ A family writes three things:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -24,12 +23,13 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from correctness.engine.examples import FEW_EXAMPLES, PATIENCE, left_out
+from correctness.engine.examples import FEW_EXAMPLES, LEFT_OUT, Work
 from shardmark.api import note_unasked
 from shardmark.ranks.world import World
 
-SHRINKING, SHRINKING_ON_RANKS = 5.0, 20.0
-"""Seconds of search for a shorter history after a failure."""
+SHRINKING, SHRINKING_ON_RANKS = 200, 60
+"""Most histories that are played to find a shorter one that fails: a number, and no time, so that the same file has the
+same first failure on a busy machine."""
 
 
 class History(Protocol):
@@ -155,26 +155,27 @@ def hold(
     histories: SearchStrategy[Any],
     plays: Callable[[Any], Problem | None],
     examples: int,
-    patience: float = PATIENCE,
-    seconds: float = SHRINKING,
+    shrinking: int = SHRINKING,
     can_go_on: Callable[[], bool] = lambda: True,
+    bounded: bool = True,
 ) -> None:
     """Play that many random histories, and the simplest one; raise AssertionError with the shortest that fails.
 
     `plays(history)` returns the history's first problem or raises. The run's --seed draws the same histories again.
-    Where few are asked for, none is begun after `patience` seconds of this thread. A failure is shortened for so many
-    `seconds`, and as long as `can_go_on()`.
+    Where few are asked for and they call very many functions, fewer are played if `bounded`. A failure is shortened by
+    so many plays, and as long as `can_go_on()`.
     """
     __tracebackhide__ = True
-    search = _Search(plays, seconds, can_go_on)
-    until = time.thread_time() + patience if examples <= FEW_EXAMPLES else float("inf")
+    work = Work(examples if bounded else FEW_EXAMPLES + 1)
+    search = _Search(plays, shrinking, can_go_on)
     for number in range(examples + 1):
-        search.try_one(histories, number)
-        if time.thread_time() > until and search.failure is None and number < examples:
-            note_unasked(left_out(patience))
-            return
+        with work.of_one_example():
+            search.try_one(histories, number)
         if search.failure is not None:
             raise search.failure from None
+        if work.is_enough() and number < examples:
+            note_unasked(LEFT_OUT)
+            return
 
 
 def hold_on_ranks(
@@ -188,18 +189,17 @@ def hold_on_ranks(
     """`hold` with `play_on_ranks`; a failure is shortened until the world has ended, as it does where ranks hang."""
     __tracebackhide__ = True
     plays = partial(play_on_ranks, world, make, implementation, device=device)
-    hold(histories, plays, examples, float("inf"), min(SHRINKING_ON_RANKS, world.deadline / 2), lambda: world.alive)
+    hold(histories, plays, examples, SHRINKING_ON_RANKS, lambda: world.alive, bounded=False)
 
 
 class _Search:
     """Plays drawn histories and remembers those that failed: one that fails by chance is not replayed."""
 
-    def __init__(self, plays: Callable[[Any], Problem | None], seconds: float, can_go_on: Callable[[], bool]) -> None:
-        self.plays, self.seconds, self.can_go_on = plays, seconds, can_go_on
+    def __init__(self, plays: Callable[[Any], Problem | None], shrinking: int, can_go_on: Callable[[], bool]) -> None:
+        self.plays, self.left, self.can_go_on = plays, shrinking, can_go_on
         self.failures: dict[str, BaseException] = {}
         self.failure: BaseException | None = None
         """Problem of the shortest history that fails."""
-        self.until = float("inf")
 
     def try_one(self, histories: SearchStrategy[Any], number: int) -> None:
         """Play the simplest history first, then a freshly drawn one each time: Hypothesis' own next examples would
@@ -233,8 +233,10 @@ class _Search:
             self.to_skip -= 1
             return
         if key not in self.failures:
-            if self.failures and (time.perf_counter() > self.until or not self.can_go_on()):
-                raise _Enough
+            if self.failures:
+                if self.left <= 0 or not self.can_go_on():
+                    raise _Enough
+                self.left -= 1
             try:
                 problem = self.plays(history)
             except Exception as error:
@@ -247,8 +249,6 @@ class _Search:
             raise _Fails  # one type raised at one place, so that Hypothesis takes all failures for one
 
     def _failed(self, key: str, error: BaseException) -> None:
-        if not self.failures:
-            self.until = time.perf_counter() + self.seconds
         self.failures[key] = error
 
 

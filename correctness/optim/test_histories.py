@@ -36,7 +36,7 @@ def _hold(implementation: Implementation, examples: int, device: str, rtol: floa
     def plays(history: History) -> Problem | None:
         return play(Beside(implementation.watched, history, device, rtol), history)
 
-    hold(histories(layouts, **drawn), plays, examples, patience=float("inf"))
+    hold(histories(layouts, **drawn), plays, examples, bounded=False)
 
 
 @pytest.mark.examples(12, 80, 1000)

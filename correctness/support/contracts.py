@@ -88,19 +88,30 @@ def skip_if_slow(implementation: Implementation, eighth: Callable[[], Any], devi
 
 
 def calls_of(call: Callable[[], Any]) -> int:
-    """How many functions the call calls, in Python and C; those of backward in C++ alone do not count."""
-    before, count = sys.getprofile(), 0
-
-    def count_one(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(count_one)
-    try:
+    """How many functions the call calls."""
+    with counted_calls() as counted:
         call()
+    return counted.calls
+
+
+class Counted:
+    """Functions called, in Python and C; those of backward in C++ alone do not count."""
+
+    calls = 0
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        self.calls += event in ("call", "c_call")
+
+
+@contextmanager
+def counted_calls() -> Iterator[Counted]:
+    """Count the functions that the block calls, in this thread."""
+    before, counted = sys.getprofile(), Counted()
+    sys.setprofile(counted)
+    try:
+        yield counted
     finally:
         sys.setprofile(before)
-    return count
 
 
 def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], when: str, share: float = 1e-3) -> None:

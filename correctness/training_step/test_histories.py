@@ -132,4 +132,4 @@ def test_any_history_is_that_of_autograd_and_sgd(
             warnings.simplefilter("error", RuntimeWarning)  # none overflows
             return problem_of(implementation, history, precision, device)
 
-    hold(histories, plays, examples, patience=float("inf"))
+    hold(histories, plays, examples, bounded=False)

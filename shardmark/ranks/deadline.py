@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from shardmark.ranks.patience import Patience
+
 TRIED = 60.0
 """Seconds, by default, for a test of an implementation that `--impl` names."""
 MEASURED = 30.0
@@ -51,8 +53,9 @@ class Deadlines:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise Hung in a block that takes longer. C code finishes first; off the main thread there is no deadline. A
-    deadline is `BEATS` alarms: a process that was stopped hears one of them when it goes on.
+    """Raise Hung in a block that takes longer, in seconds of this process's and its ranks' own (`Patience`). C code
+    finishes first; off the main thread there is no deadline. A deadline is `BEATS` alarms: a process that was stopped
+    hears one of them when it goes on.
 
     A process has one alarm. An alarm set before, as by pytest-timeout, still rings at its time; where that is sooner,
     it is the deadline.
@@ -62,12 +65,10 @@ def within(seconds: float) -> Iterator[None]:
         yield
         return
 
-    left = BEATS
+    patience = Patience(seconds, seconds / BEATS)
 
     def expire(number: int, frame: FrameType | None) -> None:
-        nonlocal left
-        left -= 1
-        if left <= 0:
+        if patience.is_over():
             raise Hung(f"had not ended after {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, expire)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from shardmark.ranks.own_time import threads_of
+
 SHORTEST = 0.02
 """Seconds between two calls from which on they are compared: a thread pool may spin for some milliseconds."""
 STARTED = 1.0
@@ -55,11 +57,15 @@ def _seconds_at_work(pid: int) -> float:
     """Seconds in which the process, and all that it has started, has computed or waited for a core: on a busy machine
     as on an idle one. 0 where the system does not tell."""
     found = 0.0
-    with suppress(OSError, ValueError):  # it has ended
-        ahead = LIBRARIES in Path(f"/proc/{pid}/cmdline").read_bytes()
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError, ValueError):  # that thread has ended
-                computed, waited, _ = map(int, (task / "schedstat").read_text().split())
-                found += 0.0 if ahead else (computed + waited) / 1e9
-                found += sum(map(_seconds_at_work, map(int, (task / "children").read_text().split())))
+    ahead: dict[int, bool] = {}
+    for thread in threads_of(pid):
+        if thread.process not in ahead:
+            ahead[thread.process] = _compiles_ahead(thread.process)
+        found += 0.0 if ahead[thread.process] else thread.computed + thread.queued
     return found
+
+
+def _compiles_ahead(pid: int) -> bool:
+    with suppress(OSError):  # it has ended
+        return LIBRARIES in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return True

@@ -169,7 +169,7 @@ class TorchrunWorld:
         self._own_share = threading.Thread(target=self._perform_own, args=(work, own), daemon=True)
         self._own_share.start()
         answers: dict[int, Answer] = {}
-        patience = Patience(deadline)
+        patience = Patience(deadline, process=os.getppid())  # torchrun has started the other ranks as well
         try:
             while len(answers) < self.size and not self._gone(answers):
                 if patience.is_over() and not self._doubtful(answers):

@@ -2,7 +2,10 @@
 
 import os
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -54,3 +57,54 @@ def test_patience_counts_waits_and_no_pause(monkeypatch: pytest.MonkeyPatch) -> 
     assert patience.slice == SLICE
     now += SLICE
     assert patience.is_over()
+
+
+def spin(seconds: float) -> float:
+    """Compute for that long, in time of this process."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return seconds
+
+
+@contextmanager
+def _busy_machine(cores: set[int], share: int) -> Iterator[None]:
+    """Keep each of these cores at work for that many others."""
+    loops = [
+        subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
+        for core in cores
+        for _ in range(share)
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+@pytest.fixture
+def one_busy_core() -> Iterator[None]:
+    """This process, and all that it starts, on one core with eight others."""
+    before = os.sched_getaffinity(0)
+    core = {min(before)}
+    with _busy_machine(core, 8):
+        os.sched_setaffinity(0, core)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+def test_others_on_the_machine_bring_no_deadline_nearer(one_busy_core: None) -> None:
+    began = time.monotonic()
+    with within(1.5):
+        spin(0.75)
+    if time.monotonic() - began < 1.5:
+        pytest.skip("the machine gave it more than a ninth of the core")
+    with pytest.raises(Hung), within(0.5):
+        spin(60)
+    began = time.monotonic()
+    with pytest.raises(Hung), within(0.5):
+        time.sleep(60)
+    assert time.monotonic() - began < 10
