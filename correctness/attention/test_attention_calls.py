@@ -223,6 +223,7 @@ def test_calls_leave_nothing_behind(implementation: Implementation, device: str)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
 
 
+@pytest.mark.should("equal calls give equal bits")
 def test_is_deterministic(implementation: Implementation, device: str, record_property: Note) -> None:
     inputs = _inputs(device)
     first, second = (results(implementation.watched, inputs, is_causal=True) for _ in range(2))

@@ -24,6 +24,7 @@ MISMATCHED = {  # shapes of q, k, v, and the pattern of our message
 }
 
 
+@pytest.mark.should("shapes that do not go together are a ValueError")
 @pytest.mark.parametrize("how", MISMATCHED)
 def test_shapes_that_do_not_go_together_are_refused(
     implementation: Implementation, how: str, device: str, record_property: Note
@@ -34,6 +35,7 @@ def test_shapes_that_do_not_go_together_are_refused(
     assert_refused(implementation, what, partial(implementation.watched, *inputs), wording, record_property)
 
 
+@pytest.mark.should("dtypes that do not go together are a ValueError")
 def test_dtypes_that_do_not_go_together_are_refused(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:
@@ -43,6 +45,7 @@ def test_dtypes_that_do_not_go_together_are_refused(
     assert_refused(implementation, "k of float64 beside q and v of float32", call, wording, record_property)
 
 
+@pytest.mark.should("dtypes that are not floating are a ValueError")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64], ids=str)
 def test_dtypes_that_attention_is_not_defined_for_are_refused(
     implementation: Implementation, dtype: torch.dtype, device: str, record_property: Note
@@ -64,6 +67,7 @@ def test_dtypes_that_attention_is_not_defined_for_are_refused(
     record_property("note", f"takes {dtype}, of which the contract says nothing")
 
 
+@pytest.mark.should("attention without keys is a ValueError")
 @pytest.mark.parametrize("shapes", [((2, 3, 8), (2, 0, 8)), ((2, 3, 0), (2, 3, 0))], ids=["no_keys", "no_columns"])
 def test_nothing_to_attend_to_is_refused(
     implementation: Implementation, shapes: tuple[tuple[int, ...], ...], device: str, record_property: Note
@@ -84,6 +88,7 @@ NOTHING_ASKED = {  # shapes of q and of k
 }
 
 
+@pytest.mark.should("without queries the output is empty, or an error")
 @pytest.mark.parametrize("how", NOTHING_ASKED)
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 def test_nothing_asked_is_an_empty_answer(
@@ -101,6 +106,7 @@ def test_nothing_asked_is_an_empty_answer(
         assert gradient.shape == x.shape and not gradient.any(), f"the gradient of {name} is {gradient}, expected zeros"
 
 
+@pytest.mark.should("tensors of several devices are a ValueError")
 def test_devices_that_do_not_go_together_are_refused(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:

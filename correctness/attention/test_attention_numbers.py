@@ -71,6 +71,7 @@ def test_a_later_key_is_not_seen_however_large_its_score(
     assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
 
 
+@pytest.mark.should("a NaN reaches every output that attends to its key")
 @WIDE
 @pytest.mark.parametrize("less", [25, 200])
 def test_a_nan_under_a_weight_that_rounds_to_zero_reaches_what_attends_to_it(
@@ -99,6 +100,7 @@ def test_a_nan_in_k_or_v_reaches_what_attends_to_it(
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 
 
+@pytest.mark.should("what is not finite reaches no more than in eager")
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("value", NOT_FINITE, ids=str)
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
@@ -133,6 +135,7 @@ def _row_by_row(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
     return torch.cat([eager_attention(q[i : i + 1], k[: i + 1], v[: i + 1]) for i in range(q.shape[0])])
 
 
+@pytest.mark.should("a row of scores that are all -inf is NaN or zero")
 def test_a_row_of_scores_that_are_all_minus_infinity_is_nan_or_zero(
     implementation: Implementation, device: str
 ) -> None:
@@ -147,6 +150,7 @@ def test_a_row_of_scores_that_are_all_minus_infinity_is_nan_or_zero(
     assert others.isfinite().all(), "a row of scores that are all -inf makes other rows not finite"
 
 
+@pytest.mark.should("keys whose scores are -inf count for nothing")
 def test_keys_at_minus_infinity_count_for_nothing(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:

@@ -159,6 +159,7 @@ def test_forward_hooks_of_blocks_run(implementation: Implementation, tokens: Ten
     assert called == list(range(SIZE.layers)), f"forward hooks of {SIZE.layers} blocks ran for {called}"
 
 
+@pytest.mark.should("a model without blocks is a ValueError")
 def test_a_model_without_blocks_is_refused(implementation: Implementation, record_property: Note) -> None:
     empty: Any = nn.Module()
     empty.blocks = nn.ModuleList()
@@ -168,6 +169,7 @@ def test_a_model_without_blocks_is_refused(implementation: Implementation, recor
         assert_refused(implementation, what, partial(implementation.watched, model), wording, record_property)
 
 
+@pytest.mark.should("a model that is checkpointed already is a ValueError")
 def test_a_second_policy_is_refused(implementation: Implementation, record_property: Note) -> None:
     """It would recompute everything a second time."""
     if not claims_to_save(implementation.target):

@@ -61,11 +61,22 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Events that histories leave out."""
+
+    torchs: bool = False
+    """Left out: events that torch's DDP does not take, as the wrapper is one or contains it."""
+    plain: bool = False
+    """Left out: events that few users need: `no_sync()` inside another or made before it is entered, parameters frozen
+    after wrapping, strides that differ by rank, a part wrapped again, and the names of `state_dict` and buffers that
+    forward changes."""
+
+
+@dataclass(frozen=True)
 class History:
     settings: dict[str, Setting]
     events: list[Event]
-    torchs: bool
-    """The wrapper is torch's DDP or contains it, which has limits of its own."""
+    limits: Limits
 
     def __str__(self) -> str:
         there = dict.fromkeys(event.wrapper for event in self.events)
@@ -87,9 +98,9 @@ class State:
 
 
 @st.composite
-def settings(draw: st.DrawFn, ranks: int, accepted: list[str], torchs: bool) -> Setting:
+def settings(draw: st.DrawFn, ranks: int, accepted: list[str], limits: Limits) -> Setting:
     options = {name: draw(st.sampled_from(OPTIONS[name])) for name in accepted if draw(one_in(3))}
-    of = draw(kinds(ranks, vary_strides=not torchs, narrow="reduce_dtype" in options))
+    of = draw(kinds(ranks, vary_strides=not (limits.torchs or limits.plain), narrow="reduce_dtype" in options))
     tied = [i for i in range(len(of)) if draw(one_in(7))]
     groups: list[list[int]] | None = None
     if how := draw(st.sampled_from(["", "", "parts", "some"])):
@@ -100,9 +111,9 @@ def settings(draw: st.DrawFn, ranks: int, accepted: list[str], torchs: bool) -> 
 
 
 @st.composite
-def histories(draw: st.DrawFn, ranks: int, accepted: list[str], torchs: bool) -> History:
+def histories(draw: st.DrawFn, ranks: int, accepted: list[str], limits: Limits) -> History:
     """Draw a history: both modules are wrapped, one perhaps later; at the end, a part of one is wrapped again."""
-    of = {name: draw(settings(ranks, accepted, torchs)) for name in "AB"}
+    of = {name: draw(settings(ranks, accepted, limits)) for name in "AB"}
     states = {"A": State()}
 
     def event(name: str, wrapper: str) -> Event:
@@ -115,41 +126,45 @@ def histories(draw: st.DrawFn, ranks: int, accepted: list[str], torchs: bool) ->
             states["B"] = State()
             return [event("wrap", "B")]
         wrapper = draw(st.sampled_from(first or [*states]))
-        name = draw(st.sampled_from(_possible(states[wrapper], of[wrapper], torchs)))
+        name = draw(st.sampled_from(_possible(states[wrapper], of[wrapper], limits)))
         _follow(states[wrapper], name)
         return [event(name, wrapper)]
 
-    part = draw(st.sampled_from([None, None, *of]))
+    part = None if limits.plain else draw(st.sampled_from([None, None, *of]))
     events = [event("wrap", "A"), *chain(*events_of(draw, MOST, following))]
     for wrapper, state in sorted(states.items(), key=lambda each: not each[1].backward_outside):
         names = ["exit"] * len(state.contexts) + ["backward"] * (not state.backward_outside)
         names += ["wrap a part"] * (wrapper == part) + [FINISH]
         events += [event(name, wrapper) for name in names]
-    return History(of, events, torchs)
+    return History(of, events, limits)
 
 
-def _possible(state: State, setting: Setting, torchs: bool) -> list[str]:
+def _possible(state: State, setting: Setting, limits: Limits) -> list[str]:
     """List the events possible now; between a backward outside `no_sync` and FINISH none may change a gradient."""
-    harmless = ["train", "eval", "eval on one rank", "forward in no_grad", "make no_sync()", "state_dict()"]
+    harmless = ["train", "eval", "eval on one rank", "forward in no_grad", "state_dict()"]
+    harmless += ["make no_sync()"] * (not limits.plain)
+    deepest = 1 if limits.plain else DEPTH
     if state.backward_outside:
         return [FINISH] * 6 + harmless
     inside = bool(state.contexts)
     names = [*harmless, *["backward"] * 6, "zero_grad(set_to_none=False)"]
     # torch's DDP remembers parameters used in no_sync() and raises an error if their gradients are gone.
-    names += ["zero_grad()"] * (state.averaged or state.empty or not torchs)
+    names += ["zero_grad()"] * (state.averaged or state.empty or not limits.torchs)
     names += ["backward through two forward passes"]
-    names += ["enter"] * 2 * (len(state.contexts) < DEPTH)
-    names += ["enter one made before"] * 2 * (len(state.contexts) < DEPTH and inside in state.made)
+    names += ["enter"] * 2 * (len(state.contexts) < deepest)
+    names += ["enter one made before"] * 2 * (len(state.contexts) < deepest and inside in state.made)
     names += [
         "exit",
         "exit",
-        "exit by an error",
+        *["exit by an error"] * (not limits.plain),
         FINISH,
         "two backward passes of one forward pass",
     ] * inside
-    names += ["forward without backward"] * (not torchs)  # torch's DDP then waits for its backward in no_sync() too
+    names += ["forward without backward"] * (
+        not limits.torchs
+    )  # torch's DDP then waits for its backward in no_sync() too
     names += ["unhook"] if state.hooked else ["hook"]
-    if state.empty and not inside and not setting.every:
+    if state.empty and not inside and not setting.every and not limits.plain:
         names += ["thaw"] * 2 if state.frozen else ["freeze"]
     if not inside and state.averaged:
         names += ["optimizer step"] * 2

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from correctness.data_parallel.averaging import wrap
-from correctness.data_parallel.events import FINISH, Event, History, Setting
+from correctness.data_parallel.events import FINISH, Event, History, Limits, Setting
 from correctness.data_parallel.random_modules import Zoo, numbers
 from correctness.data_parallel.reference import Gradients
 from correctness.engine.histories import Alike
@@ -28,7 +28,7 @@ class Both:
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
         again = {event.wrapper for event in history.events if event.name == "wrap a part"}
         self.wrappers = {
-            name: Wrapper(implementation, setting, device, history.torchs, name in again)
+            name: Wrapper(implementation, setting, device, history.limits, name in again)
             for name, setting in history.settings.items()
         }
         self.wrapped: list[Wrapper] = []
@@ -55,9 +55,9 @@ class Wrapper:
     """One wrapper on this rank, with its expected state."""
 
     def __init__(
-        self, implementation: Implementation, setting: Setting, device: str, torchs: bool, again: bool
+        self, implementation: Implementation, setting: Setting, device: str, limits: Limits, again: bool
     ) -> None:
-        self.implementation, self.setting, self.device, self.torchs = implementation, setting, device, torchs
+        self.implementation, self.setting, self.device, self.limits = implementation, setting, device, limits
         rank, ranks = dist.get_rank(), dist.get_world_size()
         made = [dist.new_group(members) for members in setting.groups or []]  # every rank must create every group
         self.members = setting.members(rank, ranks)
@@ -125,16 +125,16 @@ class Wrapper:
     def _reached(self, event: Event, rank: int, pass_: int) -> list[int]:
         """Uses that this rank's pass reaches: some parameters on all ranks, some on none. torch's DDP considers only
         the last forward pass."""
-        common, own = event.draw("which"), event.draw("which", rank, 0 if self.torchs else pass_)
+        common, own = event.draw("which"), event.draw("which", rank, 0 if self.limits.torchs else pass_)
         uses = range(len(self.setting.kinds) + len(self.setting.tied))
         if self.setting.every:
             found = [*uses]
         else:
             share = {i: common.choice([0.0, 0.5, 1.0, 1.0]) for i in uses}
-            nobody = not self.torchs and own.random() < 0.1
+            nobody = not self.limits.torchs and own.random() < 0.1
             found = [] if nobody else [i for i in uses if own.random() < share[i]]
         trainable = [i for i in uses if (j := self._kind(i)) not in self.frozen and not self.setting.kinds[j].frozen]
-        if self.torchs and not set(found) & set(trainable):
+        if self.limits.torchs and not set(found) & set(trainable):
             found = [*found, trainable[0]]
         own.shuffle(found)
         return found
@@ -235,7 +235,7 @@ class Wrapper:
                 bits = {name: _bits(value) for name, value in self.parameters.items()}
                 self.bits.append(("the parameters", bits))
         elif name == "state_dict()":
-            if list(self.model.state_dict()) != list(self.module.state_dict()):
+            if not self.limits.plain and list(self.model.state_dict()) != list(self.module.state_dict()):
                 self.wrong.append(f"state_dict() has the names {list(self.model.state_dict())}")
         elif name != "eval on one rank" or draw.choice(self.members) == dist.get_rank():
             model = self.model if isinstance(self.model, nn.Module) else self.module
@@ -247,10 +247,10 @@ class Wrapper:
     def look(self) -> list[str]:
         """Return what is wrong now. Gradients are undefined between backward and `finish`."""
         wrong, self.wrong = self.wrong, []
-        for what, expected, found in (
-            ("parameter", self.parameters, self._state(self.module.named_parameters())),
-            ("buffer", self.buffers, self._state(self.module.named_buffers())),
-        ):
+        states = [("parameter", self.parameters, self._state(self.module.named_parameters()))]
+        if not self.limits.plain:
+            states.append(("buffer", self.buffers, self._state(self.module.named_buffers())))
+        for what, expected, found in states:
             for name, value in expected.items():
                 if name not in found or _bits(found[name]) != _bits(value):
                     had = found[name].flatten()[:3].tolist() if name in found else "missing"

@@ -99,6 +99,7 @@ def tied(implementation: Implementation, device: str) -> tuple[list[str], int, i
     return wrong, sum(each.nbytes for each in sent), sum(each.nbytes for each in untied)
 
 
+@pytest.mark.should("a tied parameter is communicated once")
 def test_tied_parameters_are_averaged_and_communicated_once(
     implementation: Implementation, world: World, device: str
 ) -> None:
@@ -120,6 +121,7 @@ def frozen(implementation: Implementation, device: str) -> tuple[int, int]:
     return sum(each.nbytes for each in sent), sum(each.nbytes for each in without)
 
 
+@pytest.mark.should("frozen parameters are not communicated")
 def test_frozen_parameters_are_not_communicated(implementation: Implementation, world: World, device: str) -> None:
     for found, without in world.run(frozen, implementation, device):
         assert found <= without + FLAGS, (
@@ -142,6 +144,7 @@ def as_counted(implementation: Implementation, bucket_mb: float, dtype: torch.dt
     return []
 
 
+@pytest.mark.should("bucket_mb is counted in the gradients' dtype")
 @pytest.mark.family("data_parallel", option="bucket_mb")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_bucket_mb_is_counted_in_the_gradients_dtype(
@@ -178,6 +181,7 @@ def in_buckets(implementation: Implementation, bucket_mb: float, seed: int, devi
 MIXED = [torch.float32, torch.bfloat16, torch.float64]
 
 
+@pytest.mark.should("bucket_mb is the size of what is communicated at once")
 @pytest.mark.examples(3, 10, 40)
 @pytest.mark.family("data_parallel", option="bucket_mb")
 def test_bucket_mb_is_the_size_of_what_is_communicated_at_once(

@@ -37,6 +37,7 @@ def wrap_frozen(implementation: Implementation, device: str) -> Raised:
     return _wrapping(implementation, nn.Linear(2, 2).requires_grad_(False).to(device))
 
 
+@pytest.mark.should("a module with nothing to train is a ValueError")
 @pytest.mark.family("data_parallel")
 def test_a_module_with_nothing_to_train_is_refused(implementation: Implementation, world: World, device: str) -> None:
     ranks = world.run(wrap_frozen, implementation, device)
@@ -58,6 +59,7 @@ def wrap_different(implementation: Implementation, device: str, how: str) -> Rai
     return _wrapping(implementation, module)
 
 
+@pytest.mark.should("modules that differ between ranks are a ValueError on each, with the first parameter that does")
 @pytest.mark.family("data_parallel")
 @pytest.mark.parametrize(
     ("how", "first"),

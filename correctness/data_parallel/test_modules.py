@@ -136,6 +136,7 @@ def test_a_call_is_the_modules_own_with_its_hooks(implementation: Implementation
     ]
 
 
+@pytest.mark.should("state_dict has the module's own names")
 @on_every_rank
 def test_the_state_dict_has_the_modules_own_names_and_values(implementation: Implementation, device: str) -> list[str]:
     model = wrap(implementation, Scaled().double().to(device))
@@ -173,6 +174,7 @@ def test_a_state_dict_is_loaded(
         assert found == {"loaded"}, found
 
 
+@pytest.mark.should("buffers that forward changes stay each rank's own")
 @on_every_rank
 def test_buffers_that_forward_changes_are_not_synchronized(implementation: Implementation, device: str) -> list[str]:
     """Buffers that forward writes keep this rank's values; rank 0 runs forward once more."""

@@ -13,7 +13,7 @@ from shardmark.api import note_unasked
 FEW_EXAMPLES = 100
 """The sweep draws more, and draws all of them."""
 MOST_CALLS = 10_000_000
-"""Calls of functions after which no more of few examples are drawn: some 15 s. A slow implementation is not wrong. Calls
+"""Calls of functions after which no more of few examples are drawn: some 15 s. A slow implementation is not wrong. They
 are counted, as seconds depend on what else the machine does; the verdict says that examples were left out."""
 
 

@@ -192,6 +192,7 @@ def _cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
+@pytest.mark.should("what gather_full_parameters returns is a copy")
 @on_every_rank
 def test_gathered_parameters_are_copies(implementation: Implementation, device: str) -> str:
     """Keep what was gathered while the model trains, then write to a gathered copy: neither may affect the other."""

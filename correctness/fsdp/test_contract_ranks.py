@@ -163,6 +163,7 @@ def nothing_to_train(implementation: Implementation, device: str) -> list[str]:
     return [refused(implementation, module) for module in (nn.Sequential(nn.ReLU()), frozen)]
 
 
+@pytest.mark.should("a module with nothing to train is a ValueError")
 def test_a_module_with_nothing_to_train_is_a_value_error(
     implementation: Implementation, world: World, device: str
 ) -> None:
@@ -179,6 +180,7 @@ def shard_again(implementation: Implementation, device: str) -> list[str]:
     return [refused(implementation, model), refused(implementation, plain)]
 
 
+@pytest.mark.should("a wrapper is not wrapped again: a ValueError")
 def test_a_wrapper_is_not_wrapped_again(
     implementation: Implementation, world: World, device: str, record_property: Any
 ) -> None:
@@ -217,6 +219,7 @@ DIFFERENT: dict[str, tuple[str, Callable[[Parameters], Parameters]]] = {
 """For each case: the parameter that differs on the last rank, and the change."""
 
 
+@pytest.mark.should("modules that differ between ranks are a ValueError on each")
 @pytest.mark.parametrize(("what", "name"), [(what, name) for what, (name, _) in DIFFERENT.items()], ids=DIFFERENT)
 def test_ranks_with_different_modules_all_get_a_value_error(
     implementation: Implementation, world: World, what: str, name: str, device: str, record_property: Any

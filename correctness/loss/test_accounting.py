@@ -71,6 +71,7 @@ def test_a_chunk_costs_nothing_at_the_peak_of_half_precision() -> None:
         assert accounting.fused_triton_peak(case) <= accounting.fused_peak(case) * 1.001
 
 
+@pytest.mark.should("nothing is computed for gradients that nobody asks for")
 @pytest.mark.parametrize("how", ["no_grad", "frozen", "frozen_weight"])
 def test_without_gradients_wanted_none_are_made(implementation: Implementation, how: str) -> None:
     if not implementation.name.startswith("fused"):

@@ -116,6 +116,7 @@ def test_eager_is_the_formula(options: str, device: str) -> None:
     torch.testing.assert_close(found, torch.stack(losses).mean())
 
 
+@pytest.mark.should("where every target is ignored, loss and gradients are 0")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("tokens", [0, 3, 7])
 def test_no_target_left_is_no_loss_and_no_gradient(
@@ -127,6 +128,7 @@ def test_no_target_left_is_no_loss_and_no_gradient(
     _assert_zero(implementation, random_inputs(tokens, 8, 13, device), OPTIONS[options])
 
 
+@pytest.mark.should("where every target is ignored, loss and gradients are 0")
 @pytest.mark.parametrize("sign", [1, -1], ids=["high", "low"])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 45.0), (torch.float32, 1e15)], ids=str)
 @pytest.mark.parametrize("options", OPTIONS)

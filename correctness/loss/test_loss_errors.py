@@ -22,6 +22,7 @@ MISMATCHED = {  # shapes of hidden, weight and targets, and the pattern of our m
 }
 
 
+@pytest.mark.should("shapes that do not go together are a ValueError")
 @pytest.mark.parametrize("how", MISMATCHED)
 def test_shapes_that_do_not_go_together_are_refused(
     implementation: Implementation, how: str, device: str, record_property: Note
@@ -34,6 +35,7 @@ def test_shapes_that_do_not_go_together_are_refused(
     assert_refused(implementation, what, call, wording, record_property)
 
 
+@pytest.mark.should("an empty vocabulary is a ValueError")
 def test_an_empty_vocabulary_is_refused(implementation: Implementation, device: str) -> None:
     if not is_ours(implementation):
         pytest.skip("the contract says nothing of a vocabulary without words")
@@ -42,6 +44,7 @@ def test_an_empty_vocabulary_is_refused(implementation: Implementation, device: 
         implementation.watched(hidden, hidden[:0], targets)
 
 
+@pytest.mark.should("dtypes and devices that do not go together are a ValueError")
 def test_dtypes_and_devices_that_do_not_go_together_are_refused(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:
@@ -74,6 +77,7 @@ def test_targets_of_other_integers_are_refused_or_right(
     record_property("note", "takes targets of int32, which the contract need not have")
 
 
+@pytest.mark.should("targets that are not integers are a ValueError")
 def test_targets_that_are_not_integers_are_refused(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:
@@ -90,6 +94,7 @@ OUT_OF_RANGE: list[tuple[str, dict[str, float], str]] = [
 ]
 
 
+@pytest.mark.should("options out of range are a ValueError")
 @pytest.mark.parametrize(("what", "options", "wording"), OUT_OF_RANGE, ids=lambda x: x if "=" in str(x) else "")
 def test_options_out_of_range_are_refused(
     implementation: Implementation, what: str, options: dict[str, Any], wording: str, device: str, record_property: Note
@@ -99,6 +104,7 @@ def test_options_out_of_range_are_refused(
     assert_refused(implementation, what, call, wording, record_property)
 
 
+@pytest.mark.should("a z_loss that is not finite is a ValueError")
 @pytest.mark.parametrize("z_loss", [float("inf"), float("nan")], ids=str)
 def test_a_z_loss_that_is_not_finite_is_refused(implementation: Implementation, z_loss: float, device: str) -> None:
     if not is_ours(implementation):
@@ -108,6 +114,7 @@ def test_a_z_loss_that_is_not_finite_is_refused(implementation: Implementation, 
         implementation.watched(x.hidden, x.weight, x.targets, z_loss=z_loss)
 
 
+@pytest.mark.should("a target out of range is a ValueError on CPU")
 @pytest.mark.parametrize(
     ("target", "ignored"), [(-1, -100), (5, -100), (10**12, -100), (-101, -100), (-100, -1), (-100, 3)]
 )

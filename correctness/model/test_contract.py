@@ -164,6 +164,7 @@ def test_weights_load_into_the_plain_model_and_back(implementation: Implementati
     model.load_state_dict(plain.state_dict())
 
 
+@pytest.mark.should("a context that is too long is a ValueError")
 @pytest.mark.parametrize("extra", [1, 8])
 def test_a_context_too_long_is_refused(
     implementation: Implementation, extra: int, record_property: Note, device: str
@@ -175,6 +176,7 @@ def test_a_context_too_long_is_refused(
     assert_refused(implementation, what, lambda: model(tokens), wording, record_property)
 
 
+@pytest.mark.should("token ids out of range are a ValueError on CPU")
 @pytest.mark.parametrize("wrong", [-1, -SIZE.vocab, SIZE.vocab])
 def test_token_ids_out_of_range_are_refused(implementation: Implementation, wrong: int, record_property: Note) -> None:
     """CPU only: on CUDA the device's assertion ends the process."""

@@ -277,6 +277,7 @@ def test_any_history_has_the_plain_models_logits_and_gradients(
     hold(histories(), plays, examples)
 
 
+@pytest.mark.should("an empty batch is no error")
 def test_an_empty_batch_trains(implementation: Implementation, device: str, record_property: Note) -> None:
     """Like an epoch's last batch, or a rank's share of a small one: gradients are zero."""
     for shape in ((0, 5), (2, 0)):

@@ -30,12 +30,14 @@ BAD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.should("lr, eps, weight_decay and betas out of range are a ValueError")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments_are_a_value_error(implementation: Implementation, name: str, device: str) -> None:
     with pytest.raises(ValueError, match=ONE_LINE):
         implementation.watched(_parameter(device=device), **BAD[name])
 
 
+@pytest.mark.should("no parameters are a ValueError")
 def test_no_parameters_are_a_value_error(implementation: Implementation, device: str) -> None:
     with pytest.raises(ValueError, match=ONE_LINE):
         implementation.watched([])

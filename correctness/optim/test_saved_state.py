@@ -75,6 +75,7 @@ def test_a_state_without_steps_can_be_loaded(implementation: Implementation, dev
     assert_all_near(run(optimizer, grads), train(AdamW, start, grads, lr=0.1))
 
 
+@pytest.mark.should("a state of other groups is a ValueError")
 def test_a_state_of_other_groups_is_a_value_error(implementation: Implementation, device: str) -> None:
     start = tensors(device)
     state = saved(implementation.watched([{"params": leaves(start[:2])}, {"params": leaves(start[2:])}]))

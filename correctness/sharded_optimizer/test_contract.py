@@ -271,6 +271,7 @@ def add_again(implementation: Implementation, device: str) -> str:
     return raised(lambda: optimizer.add_param_group({"params": [p]}))
 
 
+@pytest.mark.should("a parameter that is there already is a ValueError")
 def test_a_parameter_that_is_there_already_is_not_added(
     implementation: Implementation, world: World, device: str
 ) -> None:

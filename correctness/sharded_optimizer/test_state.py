@@ -131,6 +131,7 @@ def load_what_does_not_fit(implementation: Implementation, device: str) -> list[
     return wrong
 
 
+@pytest.mark.should("a state that does not fit is a ValueError on every rank")
 def test_a_state_that_does_not_fit_is_refused_on_every_rank(
     implementation: Implementation, world: World, device: str
 ) -> None:

@@ -68,6 +68,7 @@ def test_ignored_targets_count_in_no_mean(implementation: Implementation, device
     assert_gradients(gradients(of.model), expected)
 
 
+@pytest.mark.should("where every target is ignored nothing is learnt")
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_where_all_targets_are_ignored_the_loss_is_nan_and_nothing_is_learnt(
     implementation: Implementation, precision: str, device: str

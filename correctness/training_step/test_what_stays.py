@@ -49,6 +49,7 @@ def test_parameters_keep_their_dtype_and_their_place(
     assert torch.get_float32_matmul_precision() == products, "the precision of all float32 products has changed"
 
 
+@pytest.mark.should("`mark` is called as each part ends")
 def test_parts_mark_their_end(implementation: Implementation, device: str) -> None:
     of = setting(implementation, device, lr=0.1)
     before = values(of.model)
@@ -71,6 +72,7 @@ def test_parts_mark_their_end(implementation: Implementation, device: str) -> No
         )
 
 
+@pytest.mark.should("parameters of another precision are a ValueError")
 @pytest.mark.compiled_every_time
 def test_parameters_of_another_precision_are_refused(implementation: Implementation, device: str) -> None:
     model = MLPLanguageModel(SIZE).to(device, torch.bfloat16)
@@ -85,6 +87,7 @@ def raised_by_compiled_code(error: Exception) -> bool:
     return any(dynamo in Path(frame.filename).parents for frame in traceback.extract_tb(error.__traceback__))
 
 
+@pytest.mark.should("targets that the vocabulary lacks are an error")
 @pytest.mark.parametrize("wrong", [SIZE.vocab, -1, -99, -101])
 def test_wrong_targets_are_refused(implementation: Implementation, wrong: int, device: str) -> None:
     """By ValueError in eager code; compiled code raises errors of its own."""

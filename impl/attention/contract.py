@@ -19,30 +19,27 @@ class Attention(Protocol):
     """`attention(q, k, v, *, is_causal=False) -> out`, differentiable in q, k and v.
 
     q: (..., q_len, head_dim), k and v: (..., k_len, head_dim), any number of leading dims, the same in all three, any
-    strides, one dtype: float64, float32, bfloat16 or float16. They may share memory, or be one tensor. out is
-    softmax(q kᵀ / sqrt(head_dim)) v and has q's shape and dtype; under autocast, of inputs in float32 or in its
-    dtype, it may have autocast's, as a matrix product's, and gradients have their inputs' always. It and the
-    gradients are as accurate as eager's in that dtype: at most twice the error, against float64. Causal means that
-    query i attends to keys 0 to i (aligned top-left, as SDPA's `is_causal`). Grouped-query attention (Ainslie et al.,
-    "GQA", 2023): the last leading dim, the heads, may be smaller in k and v by an integer factor `group`; query head
-    h then attends to head h // group.
+    strides, one dtype: float64, float32, bfloat16 or float16. Grouped-query attention (Ainslie et al., "GQA", 2023):
+    the last leading dim, the heads, may be smaller in k and v by an integer factor `group`; query head h then attends
+    to head h // group. out is softmax(q kᵀ / sqrt(head_dim)) v, with q's shape and dtype. Causal means that query i
+    attends to keys 0 to i (aligned top-left, as SDPA's `is_causal`).
 
-    Calls are independent: no input changes, nothing that a call returned changes later, and a second call may come
-    between one's forward and its backward. The output is the same under `torch.no_grad()` and
-    `torch.inference_mode()`. A gradient of the gradients is right, or raises an error.
+    Must:
 
-    A NaN in k or v reaches every output that attends to its key, even if the key's weight rounds to zero. Results
-    for other non-finite values are not specified: a row of scores that are all -inf is NaN in eager and zero in
-    SDPA.
+    - out and the gradients are as accurate as eager's in that dtype: at most twice the error, against float64. Under
+      autocast out may have autocast's dtype; gradients have their inputs'.
+    - Calls are independent: no input changes, nothing that a call returned changes later, and other calls may come
+      between one's forward and its backward. The output is the same under `torch.no_grad()` and
+      `torch.inference_mode()`.
+    - A second derivative, or a second backward pass, is right or raises an error.
+    - Calls leave nothing behind. A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the
+      contract too, as a FlashAttention: between forward and backward it holds nothing of q_len times k_len elements.
+    - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole dtypes, head dims other than
+      16, 32, 64 and 128, fewer heads in k and v than in q, tensors whose columns are not contiguous, devices.
 
-    A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the contract too. It is treated as a
-    FlashAttention: between forward and backward it must not hold anything with q_len times k_len elements.
-
-    Without sequences or queries out is empty and the gradients of k and v are zero, or the call raises an error.
-    Our own implementations raise no error there, but raise ValueError if there are no keys. ValueError for shapes,
-    dtypes or devices that do not go together. `shardmark.api.Unsupported`, a ValueError, for what `MAY_REFUSE` lists
-    and this implementation does not take: whole dtypes, head dims other than 16, 32, 64 and 128, fewer heads in k
-    and v than in q, tensors whose columns are not contiguous, devices.
+    Should: ValueError for shapes, dtypes and devices that do not go together and for no keys; an empty output without
+    queries; a NaN in k or v reaches every output that attends to its key, and what is not finite reaches no more than
+    in eager; equal calls give equal bits.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor: ...

@@ -13,30 +13,29 @@ from shardmark.api import Family, Race, RegistryError, add_family
 class Policy(Protocol):
     """`policy(model) -> model`: the same object, whose blocks save less for backward from then on.
 
-    `model.blocks` is an `nn.ModuleList` that the model's forward iterates over. Each block takes the output of the
-    one before, and perhaps further arguments, positional or by name, tensors or not, the same for all. Outputs and
-    gradients (of parameters, of the input and of further arguments) are bitwise equal to those without
-    checkpointing: by `backward()`, with `inputs=` too, and by `torch.autograd.grad`; in any dtype; under autocast
-    in any of its dtypes, with autocast disabled inside of autocast, and whatever context backward runs in
-    (autocast, `no_grad`); in eval mode, and if submodules have different modes; if the input or some parameters
-    need no gradient; if blocks share parameters (up to the order in which their gradients are summed; torch's
-    selective checkpointing raises an error there, under autocast); and if several forwards come before the first
-    backward. Parameters stay the same objects; their names in `state_dict` and the classes of modules do not
-    change. Forward hooks and pre-hooks of blocks run and may change inputs and outputs, whether registered before
-    the policy or later, until they are removed. For a block that holds one of torch's dropout modules, at any
-    depth, backward restores the state of the random number generators for the recomputation, and leaves them as it
-    found them. A block that draws random numbers in another way, changes its buffers in forward (as
-    `nn.BatchNorm1d` does) or changes its input in place must not be checkpointed. Between a forward and its
-    backward nothing that forward depends on may change, including `train()` and `eval()`; backward goes through a
-    graph once.
+    `model.blocks` is an `nn.ModuleList` that the model's forward iterates over. Each block takes the output of the one
+    before, and perhaps further arguments, positional or by name, tensors or not, the same for all.
 
-    For a model with many blocks, forward keeps fewer bytes for backward than without checkpointing, and the peak of
-    forward and backward is lower: in training and in eval mode, whichever parameters are frozen. Nothing is kept
-    after backward, after a forward without gradients, or once an output without a backward is freed. A policy that
-    should save nothing, as a peer, is named `none` or `identity`, or has an attribute `saves_nothing = True`.
+    Must:
 
-    Save a checkpointed model by its `state_dict`; the module itself cannot be pickled. ValueError for a model without
-    blocks, and for one that is checkpointed already.
+    - Outputs and gradients (of parameters, the input and further arguments) are bitwise those without checkpointing: by
+      `backward()`, with `inputs=` too, and by `torch.autograd.grad`; in any dtype, under autocast in any of its
+      dtypes, whatever context backward runs in; in training and eval mode, and where submodules' modes differ; where
+      the input or some parameters need no gradient; where several forwards come before the first backward.
+    - Dropout drops the same in the recomputation, and backward leaves the state of the random number generators as it
+      found it.
+    - Parameters stay the same objects; their names in `state_dict` and the classes of modules do not change; hooks of
+      blocks run.
+    - Forward keeps fewer bytes for backward than without, and the peak of forward and backward is lower. Nothing is
+      kept after backward, after a forward without gradients, or once an output without a backward is freed, before the
+      garbage collector runs too. A policy that should save nothing, as a peer, is named `none` or `identity`, or has an
+      attribute `saves_nothing = True`.
+
+    Should: ValueError for a model without blocks, and for one that is checkpointed already.
+
+    Not asked: blocks that draw random numbers but by torch's dropout modules, change their buffers in forward (as
+    `nn.BatchNorm1d` does) or change their input in place; changes of what forward depends on, `train()` among them,
+    between a forward and its backward; a second backward through a graph; pickling of the module.
     """
 
     def __call__(self, model: nn.Module) -> nn.Module: ...

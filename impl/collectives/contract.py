@@ -28,16 +28,20 @@ class Handle(Protocol):
 class Collectives(Protocol):
     """An object with three methods, or a class of which one is made without arguments. The first two reduce by summing.
 
-    Each method returns when its result is written; with `async_op` it returns a `Handle`, at once if possible. Any
-    number may be under way. Every rank of the group must start the same collectives in the same order. Asynchronous
-    collectives on CPU in two groups may be started in different orders on ranks that do not wait in between. Ranks
-    outside of a group take no part, and "rank i" is the i-th of the group. Tensors are contiguous, of any shape,
-    and may be views of larger ones, disjoint views of one tensor, or empty. `output` and `input` have the same
-    dtype, and with n ranks the first dimension of one is n times as large as that of the other. Nothing is written
-    but the result.
+    Each method returns when its result is written; with `async_op` it returns a `Handle`, at once if possible. Every
+    rank of the group starts the same collectives in the same order. "Rank i" is the i-th of the group. Tensors are
+    contiguous, of any shape and size, and may be views of larger ones, disjoint views of one tensor, or empty.
+    `output` and `input` have the same dtype, and with n ranks the first dimension of one is n times as large as that of
+    the other.
 
-    Sums of integers are exact. The error of floating-point sums is at most that of n - 1 additions in the tensors'
-    own dtype, in any order; an all-reduce gives bitwise equal sums on every rank.
+    Must:
+
+    - Sums of integers are exact. The error of floating-point sums is at most that of n - 1 additions in the tensors'
+      own dtype, in any order; an all-reduce gives bitwise equal sums on every rank.
+    - Nothing is written but the result.
+    - Any number may be under way, in several groups too; asynchronous ones on CPU in two groups may be started in
+      different orders on ranks that do not wait in between. The caller's own messages do not mix with them.
+    - Ranks outside of a group take no part.
     """
 
     def all_reduce(

@@ -17,37 +17,32 @@ class DataParallelWrapper(Protocol):
     """`Wrapper(module, *, process_group=None, **options)`, a class or a function, called as the module is: it hands its
     arguments on to the module's own call, hooks and all.
 
-    Wrapping gives every rank of the process group the parameters and buffers of the group's first rank, bit for bit
-    (also -0.0 and the bits of NaNs). Ranks outside of the group take no part, and other wrappers do not change,
-    then or later. Wrapping raises ValueError for a module with no trainable parameter, and, on every rank, if the
-    ranks' modules differ in a parameter's name, shape, dtype or `requires_grad`; that error names the first
-    parameter that differs. Strides may differ: a parameter may be transposed on one rank and contiguous on another.
+    Must:
 
-    After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
-    parameter's `.grad` is the average over the group's ranks of what backward passes added to it, with the
-    parameter's shape and dtype. It is as exact as that dtype allows and bitwise equal on every rank, for any order
-    in which gradients arrive and however late a rank is. A gradient missing on a rank counts as zero; if no rank
-    has one, `.grad` is None or zeros. In each step a rank may have gradients of other parameters; if the ranks'
-    differ, nothing else may communicate on the process group between backward and
-    `finish_gradient_synchronization`.
+    - Wrapping gives every rank of the process group the parameters and buffers of the group's first rank, bit for bit.
+    - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
+      parameter's `.grad` is the average over the group's ranks of what backward passes added to it, in its shape and
+      dtype, as exact as that dtype allows, and bitwise equal on every rank: in whatever order gradients arrive, however
+      late a rank is, whatever accumulated before.
+    - A gradient that a rank lacks counts as zero; if no rank has one, `.grad` is None or zeros. Frozen parameters have
+      none, and tied ones one.
+    - Inside `no_sync()` gradients stay local, nothing is communicated, and they count in the next average.
+    - Ranks outside of the process group take no part; several wrappers do not disturb one another.
+    - A deleted wrapper frees its parameters. An `nn.Module`'s `parameters()`, `train()` and `eval()` reach the module.
 
-    Parameters frozen before wrapping have no gradient and are not communicated. A parameter frozen later is treated
-    as one without a gradient on any rank, until it is trainable again. Tied parameters are communicated once.
-    Buffers that forward changes are never synchronized, not even by `train()` or `eval()`. Wrapping a part of the
-    module again, in another process group, does not change this wrapper's averages, even between backward and
-    `finish_gradient_synchronization`. `state_dict` has the module's own names. If a wrapper is an `nn.Module`, its
-    `parameters()` are the module's, and its `train()` and `eval()` reach the module.
+    Should: ValueError, on every rank, for a module without trainable parameters and where the ranks' modules differ in
+    a parameter's name, shape, dtype or `requires_grad`, naming the first; names in `state_dict` are the module's own;
+    buffers that forward changes stay each rank's own; `no_sync()` inside another ends nothing but itself, begins when
+    it is entered, and ends with an error too; parameters may be frozen and thawed after wrapping; ranks may have other
+    strides; a part may be wrapped again in another group; frozen parameters are not communicated and tied ones once;
+    `bucket_mb`, in MB of 2^20 bytes of the gradients' dtype, is the size of what is communicated at once.
 
-    Options of some implementations. `bucket_mb` is the size, in MB of 2^20 bytes and counted in the gradients'
-    dtype, of what is communicated at once: all collectives on gradients but the last of each dtype have that size,
-    give or take one parameter, even if dtypes alternate; if it is above 1 MB, some may have as little as 1 MB, to
-    start or end early. `reduce_dtype` is the dtype of communication, wider or narrower than the gradients' own,
-    which is the default. Without `find_unused_parameters` every backward pass must reach every parameter.
+    Options of some: `reduce_dtype` is the dtype of communication, by default the gradients' own. Without
+    `find_unused_parameters` every backward pass must reach every parameter. The suite's own wrappers raise RuntimeError
+    at an `optimizer.step()` on gradients that were not averaged (`impl.data_parallel.base`).
 
-    The suite's own wrappers raise RuntimeError at an `optimizer.step()` on gradients that were not averaged since
-    backward produced them, inside or outside of `no_sync`; gradients that `zero_grad()` freed do not count. If
-    `finish_gradient_synchronization` takes an `optimizer`, it also steps it, and raises RuntimeError inside
-    `no_sync`.
+    Not asked: other communication on the process group between backward and `finish_gradient_synchronization` where
+    ranks have gradients of different parameters.
     """
 
     module: nn.Module

@@ -17,36 +17,33 @@ from shardmark.api import Family, Race, Refusable, RegistryError, add_family, ch
 class FullySharded(Protocol):
     """`FullyShardedDataParallel(module, *, process_group=None, compute_dtype=None, reduce_dtype=None, ...)`.
 
-    Wrapping gives every rank the parameters and all buffers of the group's first rank; n is the group's world size.
-    It raises ValueError for a module with no trainable parameter and for a module that is a wrapper already; and,
-    on every rank, if the ranks' modules differ in parameters' names or shapes. Afterwards `parameters()` are this
-    rank's shards, in the parameters' own dtype, for any optimizer; some may be empty. Each module is still an
-    instance of its class. Ranks outside of the process group do nothing.
+    Every rank of the group runs the same units in the same order, in forward and in backward, and reads a parameter
+    only while the forward of its own unit, or of one around it, runs. n is the group's size.
 
-    A call behaves as the module's own: same arguments, hooks, outputs (tensors inside tuples, lists and dicts too,
-    of which a loss may use any) and gradients of inputs. After `finish_gradient_synchronization`, which is called
-    between backward and `optimizer.step()`, the `.grad` of each trainable shard has the shard's shape and dtype and
-    is this rank's part of the gradient averaged over the ranks. A gradient missing on a rank counts as zero; one
-    missing on every rank is zero or None. Gradients of several backward passes add up until they are set to None,
-    whether each pass is synchronized or all together. Frozen parameters have no gradient. Tied parameters stay one
-    parameter. Several forwards may precede their backwards, a forward may have no backward, and evaluation under
-    `torch.no_grad()` may come at any time.
+    Must:
 
-    A rank stores about 1/n of the model. Once a step is synchronized, nothing but the shards of parameters and
-    gradients remains, and no view of them keeps full tensors in memory; a forward without backward may leave full
-    parameters until the next step is synchronized. If there is a `state_dict`, `load_state_dict` accepts its result
-    on the same ranks.
+    - Wrapping gives every rank the parameters and buffers of the group's first rank. `parameters()` are then this
+      rank's shards, in the parameters' own dtype, for any optimizer; some may be empty. Modules keep their classes.
+    - A call is the module's own: arguments, hooks, outputs (in tuples, lists and dicts too, of which a loss may use
+      any), gradients of inputs.
+    - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
+      shard's `.grad`, of its shape and dtype, is this rank's part of the average over the ranks. A gradient missing on
+      a rank counts as zero; one missing on all is zero or None. Gradients add up until they are set to None. Frozen
+      parameters have none; tied ones stay one.
+    - Several forwards may precede their backwards, a forward may have no backward, and evaluation may come at any time.
+    - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
+      is left. Ranks outside of the group take no part; several models do not disturb one another.
+    - With `compute_dtype`, parameters and floating-point inputs are cast to it, and matrices are multiplied in it;
+      each wrapper has its own. With `reduce_dtype` gradients are communicated in it; the default is the compute dtype
+      or the gradients' own.
+    - If there is a `state_dict`, `load_state_dict` takes its result on the same ranks.
 
-    With `compute_dtype`, parameters and floating-point inputs (positional, keyword, and in tuples, lists and dicts)
-    are cast to it, and matrices are multiplied in it. With `reduce_dtype`, gradients are communicated in it; the
-    default is the compute dtype or the gradients' own. Either works without the other. Three more options are used
-    if an implementation takes them: `wrap`, a function from a module to its submodules that become units;
-    `reshard_after_forward`, whether full parameters are freed between forward and backward; and `ignored_params`, a
-    function from a module to those of its parameters that every rank keeps in full and in their own shapes, bitwise
-    equal on every rank, with the full averaged gradient.
+    Should: ValueError for a module without trainable parameters, for a wrapper, and on every rank where the ranks'
+    modules differ in names or shapes; `gather_full_parameters` returns copies.
 
-    Every rank must run the same units in the same order, in forward and in backward. A parameter may be read only while
-    the forward of its own unit, or of a unit around it, runs.
+    Options of some: `wrap`, a function from a module to its submodules that become units; `reshard_after_forward`,
+    whether full parameters are freed between forward and backward; `ignored_params`, a function from a module to
+    those of its parameters that every rank keeps in full, with the full averaged gradient.
     """
 
     module: nn.Module

@@ -16,30 +16,31 @@ class Loss(Protocol):
     """`loss(hidden, weight, targets, *, ...) -> scalar`, differentiable in hidden and weight.
 
     hidden: (tokens, dim), weight: (vocab, dim), the output projection, of any strides, both of one dtype: float64,
-    float32, bfloat16 or float16; targets: (tokens) int64. The logits are hidden weightᵀ, and the loss is their cross
-    entropy, the mean over the targets that are not `ignore_index`, which may be any integer, a word of the vocabulary
-    as well. `label_smoothing`, from 0 to 1, is that of torch's cross_entropy (Szegedy et al., "Rethinking the Inception
-    Architecture for Computer Vision", 2015, section 7). `z_loss`, not below 0, adds z_loss * the mean of
-    logsumexp(logits)² over the same targets (Chowdhery et al., "PaLM", 2022, section 5). The logits are rounded to the
-    inputs' dtype, as a Linear's are; all later steps are in float32 or more. So is the loss: float32, or float64,
-    which it is where the logits are; gradients have their inputs' dtypes. Loss and gradients are as accurate as
-    eager's: at most twice the error, against float64. Under autocast hidden and weight may each be float32 or of
-    autocast's dtype, which their product has.
+    float32, bfloat16 or float16; targets: (tokens) int64. The logits are hidden weightᵀ, in the inputs' dtype as a
+    Linear's are, and the loss is their cross entropy, the mean over the targets that are not `ignore_index`, which may
+    be any integer, a word of the vocabulary as well. `label_smoothing`, from 0 to 1, is that of torch's cross_entropy
+    (Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015, section 7), over the whole
+    vocabulary. `z_loss` adds z_loss * the mean of logsumexp(logits)² over the same targets (Chowdhery et al., "PaLM",
+    2022, section 5).
 
-    If every target is ignored, or there is none, the loss and the gradients are 0 for any finite hidden and weight
-    with finite logits. torch's cross_entropy divides zero by zero there, and one NaN on one rank would make every
-    parameter NaN. A NaN in a token whose target counts makes the loss NaN; results for other non-finite values are
-    not specified.
+    Must:
 
-    Calls are independent: no input changes, nothing that a call returned changes later, and a second call may come
-    between one's forward and its backward. The loss is the same under `torch.no_grad()` and `torch.inference_mode()`. A
-    gradient of the gradients, and a second backward pass, are right or raise an error.
+    - Loss and gradients are as accurate as eager's: at most twice the error, against float64. Steps after the logits
+      are in float32 or more, and so is the loss; gradients have their inputs' dtypes. Under autocast hidden and weight
+      may each be float32 or of autocast's dtype.
+    - Calls are independent: no input changes, nothing that a call returned changes later, and other calls may come
+      between one's forward and its backward. The loss is the same without gradients.
+    - A second derivative, or a second backward pass, is right or raises an error.
+    - A NaN in a token whose target counts makes the loss NaN. Calls leave nothing behind.
+    - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole dtypes, label smoothing,
+      z-loss, devices.
 
-    ValueError for shapes, dtypes, devices and options that do not go together, and on CPU for targets out of range. On
-    CUDA the range is checked on the device (`torch._assert_async`), so that the host need not wait: a target out of
-    range is a device-side assertion, raised at the next synchronization, as in torch's own cross_entropy.
-    `shardmark.api.Unsupported`, a ValueError, for what `MAY_REFUSE` lists and an implementation does not take: whole
-    dtypes, label smoothing, z-loss, devices.
+    Should: where every target is ignored, loss and gradients are 0 (torch's cross_entropy divides zero by zero, and one
+    NaN on one rank makes every parameter NaN); ValueError for shapes, dtypes, devices and options that do not go
+    together and, on CPU, for targets out of range; equal calls give equal bits; nothing is computed for gradients that
+    nobody asks for.
+
+    The suite's own check the range of targets on CUDA by `torch._assert_async`, so that the host need not wait.
     """
 
     def __call__(

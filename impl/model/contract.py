@@ -14,17 +14,20 @@ class Model(Protocol):
     """`Model(size, *, context_length)` is a `torch.nn.Module` from tokens to logits.
 
     Called on int64 tokens (batch, context), of any strides, with context up to `context_length`, it returns logits
-    (batch, context, vocab): those of `impl.model.PlainTransformer` with the model's current weights, however they
-    were changed, in any dtype and as accurate. Logits have the parameters' dtype; under autocast, with parameters
-    in float32 or in autocast's dtype, they may have autocast's dtype, as the output of a Linear. Each call is
-    independent of earlier calls: with tokens of any shape (an empty dimension may be an error, though not in our
-    own), in training and evaluation mode, with and without autograd. It changes neither tokens nor weights nor the
-    results of another call. A model made while torch's default dtype is float64 computes in float64 throughout. It
-    trains, under autocast too: from its own initial weights every parameter gets a gradient.
+    (batch, context, vocab).
 
-    ValueError for a longer context and, on CPU, for token ids that the vocabulary does not have; on CUDA a check would
-    make the host wait, and the device's assertion ends the process. Its `state_dict` has `Transformer`'s names and
-    shapes and no others, so that weights of one implementation load into another.
+    Must:
+
+    - The logits are those of `impl.model.PlainTransformer` with the model's current weights, however they were changed,
+      in any dtype and as accurate. They have the parameters' dtype; under autocast they may have autocast's. A model
+      made while torch's default dtype is float64 computes in float64 throughout.
+    - Each call is independent of earlier calls: with tokens of any shape, in training and evaluation mode, with and
+      without autograd. It changes neither tokens nor weights nor the results of another call.
+    - It trains, under autocast too: from its own initial weights every parameter gets a gradient.
+    - Its `state_dict` has `Transformer`'s names and shapes and no others, so that weights of one load into another.
+
+    Should: ValueError for a longer context and, on CPU, for token ids that the vocabulary does not have (on CUDA a
+    check would make the host wait); an empty batch is no error.
     """
 
     def __call__(self, tokens: Tensor) -> Tensor: ...

@@ -15,43 +15,35 @@ from shardmark.api import Family, Race, Refusable, RegistryError, add_family, dt
 class Optimizer(Protocol):
     """`Optimizer(params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)` makes a `torch.optim.Optimizer`.
 
-    `step()` is algorithm 2 of the paper for every parameter that has a gradient, a zero gradient too, whatever their
-    number, sizes, strides and dtypes; in float16, which has no squares of numbers above 255, those of gradients may
-    be lost. Parameters whose `.grad` is None do not change, nor do their state and step count. It updates parameters
-    in place, where their data is at that step, and neither writes `.grad` nor uses its memory after the step. Each
-    parameter counts its own steps. Each param group has its own arguments, which a step reads anew, as schedulers
-    change them; groups may be added later. For float64 parameters all arithmetic is in float64, bias corrections
-    included. inf and NaN in a gradient reach the parameter and its moments, as in torch's, unless stated otherwise
-    below. After a parameter's first steps nothing more is kept, whatever changes from step to step: arguments, which
-    parameters have a gradient, loaded state. Optimizers share nothing, but for a state that is loaded without a copy:
-    as after torch's `load_state_dict`, a step may then write into the tensors that were loaded. Our own copy what
-    they load.
+    Must:
 
-    State: after `load_state_dict` training continues as if it had not stopped, with the saved arguments of the
-    param groups, in a new optimizer or in one that has made other steps. The state is then exactly the saved one: a
-    parameter that had made no step when the state was saved starts anew, whatever steps it has made here.
-    ValueError if param groups have other numbers of parameters. torch's AdamW can continue from the state too.
+    - `step()` is algorithm 2 of the paper (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019) for every
+      parameter that has a gradient, a zero gradient too, whatever their number, sizes, strides and dtypes, as accurate
+      as its dtype allows: in float64 throughout for float64. Each parameter counts its own steps; one whose `.grad` is
+      None does not change, nor does its state.
+    - Parameters are updated in place, where their data is at that step; `.grad` is not written, and its memory not used
+      after the step.
+    - Each param group has its own arguments, which a step reads anew, as schedulers change them; groups may be added
+      later. Optimizers share nothing.
+    - inf and NaN in a gradient reach their own elements, as in torch's.
+    - After a parameter's first steps nothing more is kept.
+    - After `load_state_dict` training goes on as if it had not stopped, with the saved arguments and exactly the saved
+      state, in a new optimizer or in one that has made other steps; torch's AdamW goes on from the state too.
+    - A sparse gradient, or a complex parameter, is an error or treated as what it stands for.
 
-    One-line ValueError for no parameters, a negative lr, eps or weight_decay, and betas outside [0, 1). A sparse
-    gradient is an error, or treated as the dense one it stands for. Our own are stricter (`impl.optim.base`):
-    ValueError also for arguments that are not numbers, complex or integer parameters, several devices, and sparse
-    gradients.
+    Should: ValueError for no parameters, for a negative lr, eps or weight_decay, for betas outside [0, 1), and for a
+    state whose groups have other numbers of parameters.
 
-    Two options are optional for an implementation:
+    Options of some:
 
     `max_grad_norm`: the update uses gradients scaled by min(1, max_grad_norm / (norm + 1e-6)), as after
     `clip_grad_norm_`, but `.grad` does not change. The norm is that of all gradients together, computed in float32 or
     better; after the step `grad_norm` holds it, as a tensor without dims. Where it is inf or NaN the step is skipped:
-    parameters, moments and step counts do not change. Clipping writes no gradients but reads each once more, because
-    the norm must be known before the first update (4 bytes an element, 2 in half precision). Hooks that sum squares
-    during backward would save that, but would be wrong where a gradient is reduced between devices or accumulated after
-    its hook has run.
+    parameters, moments and step counts do not change.
 
     `master_weights`: for each bfloat16 or float16 parameter the optimizer keeps a float32 copy, "master_weight" in
-    its state. The copy is made from the parameter's value at the parameter's first step (a first step that is
-    skipped may or may not make it). So weights loaded or replaced (`p.data = ...`) before that step count; later
-    ones are overwritten by the master weight. Moments and update are in float32, and the parameter is the rounded
-    master weight. float32 and float64 parameters have none.
+    its state, made from the parameter's value at its first step. Moments and update are in float32, and the parameter
+    is the rounded master weight. float32 and float64 parameters have none.
     """
 
     param_groups: list[dict[str, Any]]

@@ -26,27 +26,27 @@ from shardmark.api import (
 class ShardedOptimizerContract(Protocol):
     """`ShardedOptimizer(params, optimizer_cls, *, process_group=None, **defaults)`, a real `torch.optim.Optimizer`.
 
-    `params` are parameters or param groups, as torch's optimizers take them, of any shapes. Every rank of the process
-    group passes the same parameters with the same values, and gradients that are averaged already, by any
-    data-parallel wrapper. Every rank of the group must make the same calls; no other rank takes part, so that groups
-    may train side by side, as may several optimizers.
+    `params` are parameters or param groups, as torch's optimizers take them. Every rank of the process group passes the
+    same parameters with the same values and averaged gradients, and makes the same calls.
 
-    When `step` returns, the parameters on every rank are those that `optimizer_cls(params, **defaults)` would give,
-    for an optimizer whose update of an element depends only on that element's gradient and state. A torch optimizer
-    that needs more (Adafactor, LBFGS, Muon) is right too, or refused with a ValueError. A parameter without a
-    gradient keeps its value and state; one with a gradient is updated even if it has been frozen since. Parameters
-    may be frozen (`requires_grad=False`) and unfrozen at any time between steps, also those frozen at first. Any
-    option that a scheduler or the user changes in `param_groups` takes effect at the next step, whether it was
-    given or a default.
+    Must:
 
-    The ranks share the state, by whole parameters or smaller parts: each of N ranks holds about 1/N of its bytes,
-    and at most one parameter's state more. This holds for any dtypes, for any division into groups, whenever these
-    are added, and after loading. For communication a rank may hold the parameters twice more.
+    - When `step` returns, the parameters on every rank are those of `optimizer_cls(params, **defaults)`, for an
+      optimizer whose update of an element depends on that element's gradient and state alone. One that needs more
+      (Adafactor, LBFGS, Muon) is right too, or refused with a ValueError.
+    - A parameter without a gradient keeps its value and state; parameters may be frozen and unfrozen between steps.
+    - Any option that a scheduler or the user changes in `param_groups` holds from the next step on.
+    - The ranks share the state: each of n holds about 1/n of its bytes, and at most one parameter's more, for any
+      dtypes and groups, whenever these are added, and after loading.
+    - `state_dict` is the full state as `optimizer_cls` has it, on every rank; `load_state_dict` takes one saved on any
+      number of ranks or by `optimizer_cls`, in place of its own.
+    - Ranks outside of the group take no part; several optimizers do not disturb one another.
 
-    Two options are optional for an implementation. With `average_gradients=True` gradients are each rank's own, and
-    the optimizer averages them during backward, in place of a wrapper; it then has
-    `finish_gradient_synchronization`, `finish_parameter_synchronization` and `no_sync`. With `module` the
-    all-gather of updated parameters overlaps that module's next forward.
+    Should: ValueError for a parameter that is there already, and on every rank for a state that does not fit.
+
+    Options of some: with `average_gradients=True` gradients are each rank's own, and the optimizer averages them during
+    backward, in place of a wrapper; it then has `finish_gradient_synchronization`, `finish_parameter_synchronization`
+    and `no_sync`. With `module` the all-gather of updated parameters overlaps that module's next forward.
     """
 
     param_groups: list[dict[str, Any]]

@@ -19,31 +19,29 @@ class TrainingStep(Protocol):
 
     `model` maps tokens (batch, context) to logits (batch, context, vocab), and its parameters have the precision's
     dtype; `optimizer` updates those parameters. Tokens and targets are int64 (batch, context), of another shape in each
-    call if the caller likes. Products are in the precision's compute dtype, backward's too; the loss is float32, and as
-    accurate as that given the logits, whatever their dtype. `model` may be any: a position's logits may depend on all
-    of the batch, so it gets tokens as they are, all at once; and where it draws random numbers, as dropout does,
-    gradients are those of the same draws as the loss.
+    call if the caller likes. The model may be any: a position's logits may depend on all of the batch, and it may draw
+    random numbers.
 
-    Gradients accumulate unscaled in `.grad` until the caller sets them to None (float16: see below). Several losses
-    may wait for their backward, also across an update that is skipped. While none waits, parameters may be frozen
-    and unfrozen, also those frozen when the step was made. Each `update` is one step of the optimizer on the
-    current `.grad`, with its current options. No part of a step changes the mode of a module, or the dtype or
-    `requires_grad` of a parameter.
+    Must:
 
-    Targets of -100 are ignored, and do not count in the mean. If all are ignored, the loss is NaN, as PyTorch's
-    mean over nothing is, and the gradients are zero: weight decay and momentum still move parameters.
+    - The loss is the mean cross entropy of all targets but -100, of the whole batch at once: a float32 scalar, as
+      accurate as that given the logits, whatever their dtype. Products are in the precision's compute dtype, backward's
+      too. Gradients are those of the loss's own random draws.
+    - Gradients accumulate unscaled in `.grad` until the caller sets them to None. Several losses may wait for their
+      backward. Each `update` is one step of the optimizer on the current `.grad`, with its current options.
+    - Parameters may be frozen and unfrozen while no loss waits. No part of a step changes a module's mode, or a
+      parameter's dtype or `requires_grad`. Nothing is left of the activations once a loss is freed.
+    - In float16 the loss is scaled, so that small gradients do not round to zero. Between backward and update `.grad`
+      may be scaled too, and after it if the parameters themselves are float16. A step whose gradients overflow is
+      skipped with a RuntimeWarning, leaves parameters and the optimizer's state unchanged, and the scale falls, also
+      below 1, until gradients fit.
 
-    In float16 the loss is scaled, so that small gradients do not round to zero. Between backward and update `.grad`
-    may be scaled too. After an update it is unscaled, unless the parameters themselves are float16: then the caller
-    sets it to None before the next backward. A step whose gradients overflow is skipped with a RuntimeWarning, and
-    the loss scale is reduced, also below 1, until gradients fit. A skipped step leaves parameters and the
-    optimizer's state unchanged.
+    Should: where all targets are ignored, the loss is NaN, as PyTorch's mean over nothing is, and gradients are zero;
+    ValueError for a model, an optimizer and a precision that do not go together and, eager on CPU, for tokens and
+    targets that the vocabulary does not have; `mark` is called as each part ends.
 
-    If an implementation has the option, `loss(model, tokens, targets)` is a scalar to train on in place of that
-    mean; the step then passes its tokens and targets on as they are.
-
-    ValueError for a model, an optimizer and a precision that do not go together, and, eager on CPU, for tokens and
-    targets that the vocabulary does not have; compiled code and CUDA raise assertions of their own.
+    Options of some: `loss(model, tokens, targets)` is a scalar to train on in place of that mean; the step then passes
+    its tokens and targets on as they are.
     """
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -5,7 +5,8 @@
         of mine.py:7: def attention(q, k, v, *, is_causal=False):
       not run: 3 because its signature has no option 'dropout'
 
-A contract check is a test that runs over implementations of a family and measures nothing.
+A contract check is a test that runs over implementations of a family and measures nothing. One with the mark
+`should(what)` asks what good implementations do: if a user's own does not, that is a note.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from shardmark.report.judgement import NOT_JUDGED, RIGHT, WRONG, Notes, Verdict,
 from shardmark.report.outcomes import first_line, reason
 from shardmark.text import cut, printable
 
-TARGET, PLACE, NOTES = "target", "place", "calls"
-"""Properties of a test's report: the `--impl` target that it judges, its place in the order of the tests, its calls."""
+TARGET, PLACE, NOTES, SHOULD = "target", "place", "calls", "should"
+"""Properties of a test's report: the `--impl` target that it judges, its place in the order of the tests, its calls,
+and the text of its mark `should`."""
 EXIT_NOT_JUDGED = 6
 """Exit status of a run that passes and leaves a target not judged; pytest's own are 0 to 5."""
 WIDTH = 100
@@ -72,7 +74,7 @@ class Judge:
     def _judges(self, item: pytest.Item) -> str | None:
         """The target whose contract the test checks, if any."""
         implementation = implementation_of(item)
-        label = None if implementation is None or measures(item) else _label(implementation)
+        label = None if implementation is None or measures(item) or _should(item) else _label(implementation)
         return label if label in self.targets else None
 
     @pytest.hookimpl(tryfirst=True)
@@ -89,7 +91,7 @@ class Judge:
                 item.add_marker(pytest.mark.skip(reason=f"{implementation.name}: it hung before"))
         else:
             self.session.worlds.deadline = deadlines.of(label)
-            item.user_properties += [(TARGET, label), (PLACE, self.places[item.nodeid])]
+            item.user_properties += [(TARGET, label), (PLACE, self.places[item.nodeid]), (SHOULD, _should(item))]
             if why := self._why_left(label, item):
                 item.user_properties.append((NOTES, Notes(unasked=(why,)).saved()))
                 item.add_marker(pytest.mark.skip(reason=why))
@@ -119,6 +121,9 @@ class Judge:
                 with ending:
                     return (yield)
             except BaseException as error:
+                if (what := _should(pyfuncitem)) and _is_failure(error):
+                    pyfuncitem.user_properties.append(("note", f"should: {what}; {first_line(str(error))}"))
+                    return True
                 hung = isinstance(error, Hung) or (isinstance(error, RankError) and error.hung)
                 if hung:
                     deadlines.note_hang(label, _claim(pyfuncitem))
@@ -135,11 +140,13 @@ class Judge:
         if TARGET not in properties or (report.when != "call" and report.passed):
             return
         verdict = self.verdicts[properties[TARGET]]
+        verdict.remarks |= {str(value): None for key, value in report.user_properties if key == "note"}
+        if properties[SHOULD]:
+            return
         why = reason(report).removeprefix("Skipped: ") if not report.passed else ""
         if report.skipped:
             why = first_line(why)
         verdict.add(from_report(report.nodeid, report.outcome, why, properties, PLACE, NOTES))
-        verdict.remarks |= {str(value): None for key, value in report.user_properties if key == "note"}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -235,6 +242,20 @@ def not_refusable(implementation: Implementation, error: Unsupported) -> BaseExc
 def _beside_or_at(path: Path, folder: list[str]) -> bool:
     """Whether the path is the folder of the family's checks, or one beside it; some checks are in other folders."""
     return bool(folder) and (path.parent / folder[0]).is_dir() and not (path / folder[0]).is_dir()
+
+
+def _should(item: pytest.Item) -> str:
+    """The text of the test's mark `should`; "" without one, and for an implementation of the suite, which must."""
+    mark, implementation = item.get_closest_marker("should"), implementation_of(item)
+    if mark is None or implementation is None:
+        return ""
+    own = implementation.spec in family(implementation.family).implementations
+    return "" if own else str(mark.args[0])
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether the error fails its test; a refusal, a skip and Ctrl-C do not."""
+    return isinstance(error, (Exception, pytest.fail.Exception, Hung)) and not isinstance(error, Unsupported)
 
 
 def _claim(item: pytest.Item) -> str:

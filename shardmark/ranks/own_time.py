@@ -53,8 +53,9 @@ class OwnTime:
 
     def spent(self) -> float:
         """Seconds without those in which any of the processes waited for a core: it may be the one that the others wait
-        for. What one of them has computed counts in any case, so that ranks that spin on a single core end."""
-        wall, computed, queued = time.monotonic() - self._began, defaultdict[int, float](float), defaultdict(float)
+        for. Computing counts in any case, so that ranks that spin on a single core end."""
+        wall = time.monotonic() - self._began
+        computed, queued = defaultdict[int, float](float), defaultdict[int, float](float)
         for thread, now in self._seconds().items():
             before = self._before.get(thread, now._replace(computed=0.0, queued=0.0))
             computed[now.process] = max(computed[now.process], now.computed - before.computed)

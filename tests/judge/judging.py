@@ -34,8 +34,8 @@ OF_DEFECTS = ("--deadline=5",)
 
 @dataclass(frozen=True)
 class Outcome:
-    """One test's outcome on one planted implementation; `line` is the first line of its failure, or the reason of its
-    skip."""
+    """One test's outcome on one planted implementation, "noted" where it is not as a good one should be; `line` is the
+    first line of its failure, the reason of its skip, or the note."""
 
     name: str
     test: str
@@ -122,9 +122,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
     report = yield
     each = _planted(item)
     if each is not None and OUTCOMES in os.environ and (report.when == "call" or not report.passed):
-        if report.failed:
+        if report.failed or any(name == "note" for name, _ in report.user_properties):
             item.config.stash[CAUGHT].add(each.name)
-        outcome = Outcome(each.name, item.name, report.outcome, first_line(reason(report)), report.duration)
+        notes = [str(value) for name, value in report.user_properties if str(value).startswith("should: ")]
+        what, line = ("noted", notes[0]) if notes and report.passed else (report.outcome, first_line(reason(report)))
+        outcome = Outcome(each.name, item.name, what, line, report.duration)
         with Path(os.environ[OUTCOMES]).open("a") as file:
             file.write(json.dumps(outcome.__dict__) + "\n")
     return report

@@ -16,6 +16,8 @@ def _modules(name: str) -> dict[str, str]:
     return {f"{file.parent.name}-{file.stem}": f"correctness.{file.parent.name}.{file.stem}" for file in files}
 
 
+SEEN = ("failed", "noted")
+
 DEFECTS, RIGHT = _modules("wrong"), _modules("right")
 
 pytestmark = pytest.mark.sweep  # a run of pytest for each family
@@ -29,7 +31,7 @@ def test_each_defect_fails_the_test_that_must_see_it(
     found = judge(family, planted, DEFECTS[file], tmp_path)
     escaped = []
     for each in planted:
-        failed = [o for o in found[each.name] if o.outcome == "failed" and each.caught_by in o.test]
+        failed = [o for o in found[each.name] if o.outcome in SEEN and each.caught_by in o.test]
         if failed:
             seen = {"family": family, "cause": each.cause, "defect": each.name}
             record_property("defect", seen | {"test": failed[0].test, "says": failed[0].line})
