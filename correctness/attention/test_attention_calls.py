@@ -7,6 +7,7 @@ from torch import Tensor
 from correctness.attention.accuracy import random_inputs, results
 from correctness.support.contracts import (
     Note,
+    assert_freed_at_once,
     assert_near,
     assert_unchanged,
     gradient_of_gradient,
@@ -221,6 +222,11 @@ def test_calls_leave_nothing_behind(implementation: Implementation, device: str)
     inputs = _inputs(device, 48, 48)
     left = growth(lambda: results(implementation.watched, inputs, is_causal=True), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
+
+
+def test_what_a_call_saves_is_freed_without_the_collector(implementation: Implementation, device: str) -> None:
+    inputs = _inputs(device, 48, 48)
+    assert_freed_at_once(lambda: results(implementation.watched, inputs, is_causal=True), device)
 
 
 @pytest.mark.should("equal calls give equal bits")

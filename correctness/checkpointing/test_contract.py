@@ -64,19 +64,20 @@ def test_frozen_parameters_stay_without_gradients(
     assert_same_bits(gradients(model, tokens), gradients(plain, tokens))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("backward_too", [False, True], ids=["forward", "forward_and_backward"])
 def test_gradients_under_autocast_are_bitwise_those_without(
-    implementation: Implementation, backward_too: bool, tokens: Tensor, device: str
+    implementation: Implementation, backward_too: bool, dtype: torch.dtype, tokens: Tensor, device: str
 ) -> None:
-    """Backward recomputes in forward's dtype, even outside of autocast."""
+    """Backward recomputes in forward's dtype, even outside of autocast, and where it is not autocast's default."""
 
     def under_autocast(model: nn.Module) -> dict[str, Tensor | None]:
-        with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=dtype):
             logits = model(tokens)
             loss = logits.float().square().mean()
             if backward_too:
                 loss.backward()
-        assert logits.dtype == torch.bfloat16, f"under autocast the output is in {logits.dtype}"
+        assert logits.dtype == dtype, f"under autocast the output is in {logits.dtype}"
         if not backward_too:
             loss.backward()
         return gradients_of(model)
@@ -85,11 +86,11 @@ def test_gradients_under_autocast_are_bitwise_those_without(
     assert_same_bits(under_autocast(implementation.watched(transformer(device))), expected)
 
 
-@pytest.mark.parametrize("born", ["train", "eval"])
+@pytest.mark.parametrize("born", ["train", "eval", "p_0"])
 def test_dropout_drops_the_same_again(implementation: Implementation, born: str, x: Tensor, device: str) -> None:
     """Backward recomputes with the random numbers of forward, whatever was drawn since.
 
-    `born` is the mode of the model when the policy is applied; then it trains.
+    `born` is the mode of the model when the policy is applied, or dropout's probability then; then it trains.
     """
 
     def dropped(model: nn.Module) -> dict[str, Tensor | None]:
@@ -99,7 +100,13 @@ def test_dropout_drops_the_same_again(implementation: Implementation, born: str,
         loss.backward()
         return gradients_of(model)
 
-    checkpointed = implementation.watched(dropping(device).train(born == "train")).train()
+    model = dropping(device).train(born != "eval")
+    dropouts = [(part, part.p) for part in model.modules() if isinstance(part, nn.Dropout)]
+    for part, p in dropouts:
+        part.p = 0.0 if born == "p_0" else p
+    checkpointed = implementation.watched(model).train()
+    for part, p in dropouts:
+        part.p = p
     assert_same_bits(dropped(checkpointed), dropped(dropping(device)))
 
 

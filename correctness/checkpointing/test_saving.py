@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from correctness.checkpointing.models import SIZE, Policy, loss_of
+from correctness.support.contracts import assert_freed_at_once
 from impl.attention import eager_attention
 from impl.checkpointing import none
 from impl.checkpointing.contract import claims_to_save
@@ -74,6 +75,18 @@ def test_it_saves_in_each_mode_whatever_is_frozen(
             assert found[name] <= (1 - LEAST) * plain[name], (
                 f"{when} {what} {found[name]:,} bytes, and {plain[name]:,} without the policy"
             )
+
+
+def test_what_it_saves_is_freed_without_the_collector(implementation: Implementation, device: str) -> None:
+    model = implementation.watched(Transformer(replace(SIZE, vocab=8), context_length=CONTEXT).to(device))
+    tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        loss_of(model, tokens).backward()
+        model.zero_grad()
+
+    assert_freed_at_once(step, device)
+    assert_freed_at_once(lambda: loss_of(model, tokens), device)
 
 
 @cache

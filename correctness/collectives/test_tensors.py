@@ -1,6 +1,7 @@
 """Tensors that collectives take: several segments, several dimensions, views, and numbers of every magnitude."""
 
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 
 import pytest
@@ -28,6 +29,46 @@ def test_results_of_several_segments(implementation: Implementation, name: str, 
         call = Call(name, small_integers(torch.float32), elements, device, in_place=in_place)
         call.start(implementation.watched)
         wrong += call.wrong()
+    return wrong
+
+
+@cache
+def _of_21_bits(elements: int) -> Tensor:
+    """Integers whose sums over up to eight ranks are exact in float32 and in no narrower dtype."""
+    return ((torch.arange(elements) * 2_654_435_761) % 2**21).float()
+
+
+@pytest.mark.judged
+@pytest.mark.parametrize("name", COLLECTIVES)
+@on_every_rank
+def test_each_element_of_large_tensors_is_exact(implementation: Implementation, name: str, device: str) -> list[str]:
+    """The larger tensor has an odd number of elements just above a power of two of bytes, up to 64 MiB: implementations
+    change their algorithm, their dtype or their segments with the size."""
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    for power in range(12, 27):
+        part = (2**power // 4) // ranks + 3
+        numbers = _of_21_bits(2**24 + 3 * ranks)[: ranks * part]
+        own = slice(rank * part, (rank + 1) * part)
+        if name == "all_gather":
+            given, expected = [torch.empty_like(numbers), numbers[own] + rank], numbers.clone()
+            for other, piece in enumerate(expected.split(part)):
+                piece += other
+        else:
+            total = numbers * ranks + ranks * (ranks - 1) // 2
+            scatter = name == "reduce_scatter"
+            given = [torch.empty(part), numbers + rank] if scatter else [numbers + rank]
+            expected = total[own] if scatter else total
+        tensors = [x.to(device) for x in given]
+        getattr(implementation.watched, name)(*tensors)
+        found = tensors[0].cpu()
+        if not torch.equal(found, expected):
+            bad = (found != expected).nonzero()
+            i = int(bad[0])
+            wrong.append(
+                f"{name} of {found.numel()} float32: {len(bad)} elements are wrong, the first at [{i}]: "
+                f"found {found[i].item()!r}, expected {expected[i].item()!r}"
+            )
+            break
     return wrong
 
 

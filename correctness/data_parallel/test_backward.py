@@ -93,6 +93,21 @@ def test_no_sync_ends_with_an_error_too(implementation: Implementation, device: 
     return wrong_averages(model, _own(1), "in the step after an error inside no_sync()")
 
 
+@pytest.mark.should("leaving a no_sync() inside another does not end the outer one")
+@on_every_rank
+def test_leaving_an_inner_no_sync_does_not_end_the_outer_one(implementation: Implementation, device: str) -> list[str]:
+    model = _model(implementation, device)
+    with model.no_sync():
+        with model.no_sync():
+            _backward(model, 1, device)
+        _backward(model, 2, device)
+        model.finish_gradient_synchronization()
+    wrong = _not_local(model, 1, 2)
+    _backward(model, 3, device)
+    model.finish_gradient_synchronization()
+    return wrong or wrong_averages(model, _own(1, 2, 3), "after two passes in no_sync(), one of them in an inner one")
+
+
 @on_every_rank
 def test_two_models_side_by_side(implementation: Implementation, device: str) -> list[str]:
     """Interleave the passes of two wrapped models; their order alternates between steps."""

@@ -1,7 +1,9 @@
 """Wrapping preserves the module: calls, parameters, buffers and state."""
 
+import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.data_parallel.averaging import wrap
+from correctness.data_parallel.averaging import Products, backward, values, wrap, wrong_averages
 from correctness.support.contracts import is_ours
 from correctness.support.on_ranks import on_every_rank
 from correctness.support.waiting import are_freed
@@ -211,3 +213,27 @@ def test_a_wrapper_that_is_deleted_frees_its_parameters(
     assert freed or not is_ours(implementation)
     if not freed:
         record_property("note", "parameters stay in memory when the wrapper is gone: a hook on them refers to it")
+
+
+def _own(like: list[Tensor], step: int, rank: int) -> list[Tensor | None]:
+    return [*values(rank, *like, step=step)]
+
+
+@pytest.mark.should("a module may be wrapped again once its wrapper is deleted")
+@on_every_rank
+def test_a_module_may_be_wrapped_again_once_its_wrapper_is_deleted(
+    implementation: Implementation, device: str
+) -> list[str]:
+    """What the first wrapper has left on parameters must not reduce beside the second."""
+    module, wrong = Products(torch.zeros(5), torch.zeros(2, 3)).to(device), []
+    for step, when in enumerate(("of the first wrapper", "of a second one, once the first is deleted")):
+        model = wrap(implementation, module)
+        like = [p.detach().cpu() for p in module.parameters()]
+        own = partial(_own, like, step)
+        module.zero_grad()
+        backward(model, own(dist.get_rank()), device)
+        model.finish_gradient_synchronization()
+        wrong += wrong_averages(model, own, when)
+        del model
+        gc.collect()
+    return wrong

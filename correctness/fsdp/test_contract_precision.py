@@ -88,6 +88,21 @@ def test_compute_dtype_is_what_matrices_are_multiplied_in(
         assert backward == compute, f"backward multiplied in {backward}, with compute_dtype={compute}"
 
 
+@on_every_rank
+def test_each_model_has_its_own_compute_dtype(implementation: Implementation, device: str) -> list[str]:
+    dtypes = [torch.bfloat16, None, torch.float16, None]
+    made = [(dtype, *_float32(implementation, device, compute_dtype=dtype)) for dtype in dtypes]
+    wrong = []
+    for dtype, model, x, y in made:
+        with Products() as products:
+            (model(x).float() - y).square().mean().backward()
+        model.finish_gradient_synchronization()
+        expected, found = _named({dtype or torch.float32}), _named(products.dtypes)
+        if found != expected:
+            wrong.append(f"of models with compute_dtype={dtypes}, that with {dtype} multiplied in {found}")
+    return wrong
+
+
 def communicated_on_rank(
     implementation: Implementation, compute: torch.dtype | None, reduce: torch.dtype | None, device: str
 ) -> tuple[list[Communication], list[Communication], int]:

@@ -52,6 +52,12 @@ def test_takes_every_option(implementation: Implementation, options: str, dtype:
     assert_as_accurate_as_eager(implementation.watched, inputs, **OPTIONS[options])
 
 
+def test_label_smoothing_counts_every_word(implementation: Implementation, device: str) -> None:
+    """A vocabulary of more words than a kernel's largest block."""
+    inputs = random_inputs(3, 2, 40_000, device)
+    assert_as_accurate_as_eager(implementation.watched, inputs, label_smoothing=0.5)
+
+
 SIZES = {  # tokens, dim, vocab
     "one_token": (1, 16, 33),
     "one_word": (5, 8, 1),

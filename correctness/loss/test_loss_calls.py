@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from correctness.loss.accuracy import Inputs, random_inputs, results
-from correctness.support.contracts import Note, assert_near, assert_unchanged, gradient_of_gradient, growth, is_ours
+from correctness.support.contracts import (
+    Note,
+    assert_freed_at_once,
+    assert_near,
+    assert_unchanged,
+    gradient_of_gradient,
+    growth,
+    is_ours,
+)
 from impl.loss import Loss, eager_loss
 from shardmark.api import Implementation, Unsupported
 
@@ -183,6 +191,11 @@ def test_calls_leave_nothing_behind(implementation: Implementation, device: str)
     inputs = random_inputs(128, 16, 64, device)
     left = growth(lambda: results(implementation.watched, inputs), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
+
+
+def test_what_a_call_saves_is_freed_without_the_collector(implementation: Implementation, device: str) -> None:
+    inputs = random_inputs(128, 16, 64, device)
+    assert_freed_at_once(lambda: results(implementation.watched, inputs), device)
 
 
 @pytest.mark.should("equal calls give equal bits")

@@ -14,6 +14,9 @@ from shardmark.api import Implementation
 
 pytestmark = pytest.mark.family("model")
 
+ROUNDED = 0.1
+"""Relative error of logits in bfloat16: many times what rounding gives."""
+
 float64 = pytest.mark.usefixtures("in_float64")
 
 
@@ -127,6 +130,22 @@ def test_logits_have_the_parameters_dtype(implementation: Implementation, dtype:
     logits = model.to(dtype)(tokens)
     assert logits.dtype == dtype, f"logits are {logits.dtype} where the parameters are {dtype}"
     assert_logits(logits, expected, max(1e-6, 16 * torch.finfo(dtype).eps), f" in {dtype}")
+
+
+def test_positions_under_autocast_are_not_rounded_to_it(implementation: Implementation, device: str) -> None:
+    """bfloat16 has 8 bits: position 300 would be 300 ± 1, an angle of a full radian."""
+    size = TransformerSize(d_model=16, d_ff=16, layers=1, heads=1, vocab=11)
+    model, plain = models(implementation, device, size, context_length=320)
+    with torch.no_grad():
+        for each in (model, plain):
+            for name in ("query", "key", "value", "output"):
+                each.get_parameter(f"blocks.0.attention.{name}.weight").mul_(8)
+        tokens = draw(device, 1, 320, size)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            found = model(tokens)
+        expected = plain(tokens)
+    error = ((found.float() - expected).norm() / expected.norm()).item()
+    assert error < ROUNDED, f"under autocast the logits' relative error is {error:.2g}, allowed {ROUNDED}"
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])

@@ -236,3 +236,11 @@ class TableInTheStateDict(Parts):
     def __init__(self, size: TransformerSize, *, context_length: int) -> None:
         super().__init__(size, context_length=context_length)
         self.register_buffer("cos", torch.zeros(context_length))
+
+
+@defect(cause="numerics", caught_by="test_positions_under_autocast_are_not_rounded_to_it")
+class AnglesByAProductUnderAutocast(Parts):
+    """huggingface/transformers#29285: angles are a matrix product, which autocast does in bfloat16."""
+
+    def angles(self, x: Tensor) -> Tensor:
+        return self.positions(x.shape[-2], x).float()[:, None] @ self.frequencies(x).float()[None, :]

@@ -141,16 +141,31 @@ def held_by(call: Callable[[], Any], device: str) -> int:
     return memory.phases["held"]
 
 
-def growth(call: Callable[[], Any], device: str, times: int = 4) -> int:
-    """Bytes that `times` calls leave behind, after two calls that fill caches and after garbage collection."""
+def growth(call: Callable[[], Any], device: str, times: int = 4, collect: bool = True) -> int:
+    """Bytes that `times` calls leave behind, after two calls that fill caches and after garbage collection; without it
+    if not `collect`."""
     for _ in range(2):
         call()
     with meter(device) as memory:
         call()
         gc.collect()
         memory.mark("before")
-        for _ in range(times):
-            call()
-        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(times):
+                call()
+        finally:
+            gc.enable()
+        if collect:
+            gc.collect()
         memory.mark("after")
     return memory.phases["after"] - memory.phases["before"]
+
+
+def assert_freed_at_once(call: Callable[[], Any], device: str) -> None:
+    """Assert that what calls saved for backward is freed with their results, and not once the garbage collector runs:
+    Python counts its objects, and a cycle of few holds tensors of any size."""
+    left = growth(call, device, collect=False)
+    assert left < 1000, (
+        f"four calls, whose results are gone, leave {left:,} bytes until the garbage collector runs: in a cycle"
+    )

@@ -43,6 +43,17 @@ def test_the_loss_and_its_gradients_are_those_of_the_mean_cross_entropy(
     assert_gradients(gradients(of.model), expected)
 
 
+def test_the_mean_is_over_all_targets_of_a_large_batch(implementation: Implementation, device: str) -> None:
+    """Rows have each another number of targets: a mean of means of micro-batches is another number."""
+    of = setting(implementation, device)
+    tokens, targets = batch(device, (67, 8))
+    counted = torch.arange(67, device=device)[:, None] >= 8 * torch.arange(8, device=device)
+    targets = targets.masked_fill(~counted, -100)
+    loss, expected = exact(of.model, tokens, targets)
+    assert_loss(of.step(tokens, targets), loss)
+    assert_gradients(gradients(of.model), expected)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_loss_is_a_float32_scalar_and_detached_from_a_full_step(
     implementation: Implementation, precision: str, device: str
