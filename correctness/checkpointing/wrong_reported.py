@@ -58,7 +58,7 @@ class _Cyclic(torch.autograd.Function):
 
 @defect(cause="memory", caught_by="test_what_it_saves_is_freed_without_the_collector")
 def saved_tensors_in_a_cycle(model: nn.Module) -> nn.Module:
-    """What backward needs is in a cycle: it stays until the garbage collector runs, and steps pile up."""
+    """Saves for backward in a cycle, which stays until the garbage collector runs, and steps pile up."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         inner = recomputed(forward)

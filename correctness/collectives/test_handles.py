@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from unittest.mock import patch
 from uuid import uuid4
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from correctness.collectives.summing import Call, small_integers
 from correctness.support.communication import delayed
 from correctness.support.contracts import is_ours
-from correctness.support.on_ranks import assert_nothing_wrong
+from correctness.support.on_ranks import assert_nothing_wrong, on_every_rank
 from correctness.support.paths import ROOT
 from correctness.support.waiting import wait_until
 from impl.collectives import collectives_for, count_bytes_sent
@@ -234,3 +235,19 @@ def test_an_interpreter_ends_in_the_midst_of_a_collective(tmp_path: Path) -> Non
     root = ROOT
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root, timeout=60)
     assert (run.returncode, run.stdout) == (0, "")
+
+
+@on_every_rank
+def test_a_collective_that_is_over_keeps_no_tensor(implementation: Implementation, device: str) -> list[str]:
+    """A registry of handles would keep every gradient of every step."""
+    kept = []
+    for name in COLLECTIVES:
+        for _ in range(3):
+            call = Call(name, small_integers(torch.float32), 1001, device)
+            handle = call.start(implementation.watched, async_op=True)
+            handle.wait()
+            kept += [weakref.ref(tensor) for tensor in call.tensors]
+            del call, handle
+    gc.collect()
+    alive = sum(each() is not None for each in kept[:-4])  # the last one's may be in use by a thread
+    return [f"{alive} of {len(kept) - 4} tensors stay alive after wait(), without their handle"] if alive else []

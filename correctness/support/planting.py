@@ -14,7 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import impl  # registers the families
 from shardmark.api import FAMILIES
+
+assert impl
 
 CAUSES = (
     "world size",  # right on two ranks

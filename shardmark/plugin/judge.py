@@ -12,6 +12,7 @@ A contract check is a test that runs over implementations of a family and measur
 from __future__ import annotations
 
 import textwrap
+import unittest
 from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,11 +22,12 @@ from typing import Any
 import pytest
 
 from shardmark.api.place import user_line, user_line_in_text
-from shardmark.api.refusals import Unsupported, ledger
+from shardmark.api.refusals import NotAsked, Unsupported, ledger
 from shardmark.api.registry import Implementation, family
 from shardmark.plugin import options
 from shardmark.plugin.collection import asked
 from shardmark.plugin.session import Session, implementation_of, measures
+from shardmark.plugin.tampering import Guard
 from shardmark.plugin.terminal import REPORTED
 from shardmark.plugin.workers import takes_world
 from shardmark.ranks.deadline import MOST_HANGS, Hung, within
@@ -54,6 +56,9 @@ class Judge:
         self.verdicts = {label: Verdict(family(entry.family).may_refuse) for label, entry in self.targets.items()}
         self.places: dict[str, int] = {}
         self.deselected: Counter[str] = Counter()
+        self.guard = Guard(session.config.pluginmanager)
+        for each in self.targets.values():
+            self.guard.watch(each.target)
         self.on_ranks: set[str | None] = set()
         """Targets of which some checks run on ranks."""
 
@@ -64,6 +69,8 @@ class Judge:
         self.deselected.update(filter(None, map(self._judges, own)))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if changed := self.guard.put_back():
+            raise pytest.UsageError(f"a target of --impl changes {', '.join(changed)}, and so its own judge")
         self.places = {item.nodeid: place for place, item in enumerate(session.items)}
         collected = Counter(filter(None, map(self._judges, session.items)))
         self.on_ranks = {self._judges(item) for item in session.items if takes_world(item)}
@@ -110,6 +117,7 @@ class Judge:
         if implementation is None:
             return (yield)
         label, deadlines = _label(implementation), self.session.deadlines
+        self.guard.look()
         if measures(pyfuncitem):
             ending: AbstractContextManager[None] = nullcontext()  # `measure` ends what it runs
         else:
@@ -119,8 +127,14 @@ class Judge:
         with ledger() as notes:
             try:
                 with ending:
-                    return (yield)
+                    result = yield
+                if "monkeypatch" not in pyfuncitem.fixturenames and (changed := self.guard.put_back()):
+                    pytest.fail(f"it changes {', '.join(changed)}, and so its own judge", pytrace=False)
+                return result
             except BaseException as error:
+                self.guard.put_back()
+                if _is_skip(error) and (line := _users_line(error, str(pyfuncitem.path))):
+                    raise pytest.fail.Exception(f"it skips its own check, {error!r} at {line}", False) from error
                 if (what := _should(pyfuncitem)) and _is_failure(error):
                     pyfuncitem.user_properties.append(("note", f"should: {what}; {first_line(str(error))}"))
                     return True
@@ -251,6 +265,19 @@ def _should(item: pytest.Item) -> str:
         return ""
     own = implementation.spec in family(implementation.family).implementations
     return "" if own else str(mark.args[0])
+
+
+def _is_skip(error: BaseException) -> bool:
+    """Whether the error has its test skipped; the suite's own checks do that, and a target must not."""
+    return isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest, NotAsked))
+
+
+def _users_line(error: BaseException | None, test: str) -> str | None:
+    """The user's line that led to the error, or to the one that it stands for."""
+    line = None
+    while error is not None and line is None:
+        line, error = user_line(error, test), error.__cause__ or error.__context__
+    return line
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from shardmark.api import registry
 from shardmark.api.finding import RegistryError, family_and_target
 from shardmark.api.registry import Implementation
 from shardmark.meter.hardware import THIS
+from shardmark.plugin.tampering import keep_the_exit, untouched
 from shardmark.predict import worlds
 from shardmark.ranks import torchrun
 from shardmark.ranks.deadline import MEASURED
@@ -258,13 +259,20 @@ def selected(options: list[str], device: str, refused: dict[str, str]) -> dict[s
     """The targets of `--impl` by family. A target that fails its family's check goes to `refused`; the others still
     run. RegistryError where none is left."""
     selected: dict[str, list[Implementation]] = {}
+    if options:
+        keep_the_exit()
     for option in dict.fromkeys(options):
         family, spec = family_and_target(option)
-        implementation = registry.resolve(family, spec)
+        changed: list[str] = []
+        with untouched(changed):
+            implementation = registry.resolve(family, spec)
         chosen = selected.setdefault(family, [])
         if implementation.unavailable_reason(device) is None:
             try:
-                registry.check_contract(implementation, device)
+                with untouched(changed):
+                    registry.check_contract(implementation, device)
+                if changed:
+                    raise RegistryError(f"{option} changes {', '.join(changed)}, and so its own judge")
             except RegistryError as error:
                 refused[option] = str(error)
                 continue

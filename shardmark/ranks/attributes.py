@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -44,7 +45,13 @@ WITH_CLASSES = (torch, nn, torch.optim, torch.autograd, torch.utils.data, dist, 
 class Attributes:
     """The attributes of modules and classes as they are now; `put_back` compares."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        is_compared: Callable[[str], bool] | None = None,
+        classes_in: Callable[[ModuleType], list[type]] | None = None,
+    ) -> None:
+        self._is_compared = is_compared or _is_compared
+        self._classes_in = classes_in
         self._before: dict[Any, dict[str, Any]] = {}
         self._modules = 0
 
@@ -56,9 +63,11 @@ class Attributes:
             return
         self._modules = len(sys.modules)
         for name, module in [*sys.modules.items()]:
-            if _is_compared(name) and isinstance(module, ModuleType) and module not in self._before:
+            if self._is_compared(name) and isinstance(module, ModuleType) and module not in self._before:
                 self._before[module] = vars(module).copy()
-        for module in WITH_CLASSES:
+                if self._classes_in is not None:
+                    self._before |= {each: dict(vars(each)) for each in self._classes_in(module)}
+        for module in WITH_CLASSES if self._classes_in is None else ():
             for each in vars(module).values():
                 if issubclass(type(each), type) and each not in self._before:
                     self._before[each] = dict(vars(each))
