@@ -15,9 +15,10 @@ def draw(generator: torch.Generator) -> list[dict[str, Any]]:
     calls = []
     for number in range(24):
         q_len, k_len, heads = torch.randint(1, 150, (3,), generator=generator).tolist()
-        shapes = [(1 + heads % 3, n, (16, 32, 64)[number % 3]) for n in (q_len, k_len, k_len, q_len)]
+        head_dim = int(torch.randint(1, 140, (), generator=generator)) if number % 2 else (16, 32, 64)[number % 3]
+        shapes = [(1 + heads % 3, n, head_dim) for n in (q_len, k_len, k_len, q_len)]
         q, k, v, grad = (torch.randn(shape, generator=generator) for shape in shapes)
-        calls.append({"q": q, "k": k, "v": v, "grad": grad, "is_causal": number % 2 == 1 and q_len <= k_len})
+        calls.append({"q": q, "k": k, "v": v, "grad": grad, "is_causal": number % 4 > 1 and q_len <= k_len})
     return calls
 
 
@@ -29,13 +30,17 @@ def perform(target: Any, given: Any, rank: int) -> dict[str, Tensor]:
     found = {}
     for number, call in enumerate(given):
         qkv = [call[name].requires_grad_() for name in "qkv"]
-        out = attention(*qkv, call["is_causal"])
+        try:
+            out = attention(*qkv, call["is_causal"])
+        except ValueError:
+            if qkv[0].shape[-1] in (16, 32, 64):
+                raise
+            continue  # other head dims may be refused
         gradients = torch.autograd.grad(out, qkv, call["grad"])
         names = [f"{name} of call {number}" for name in ("out", "dq", "dk", "dv")]
         found |= dict(zip(names, (out.detach(), *gradients), strict=True))
-    small = [call for call in given if call["q"].numel() < 20_000][:1] or given[:1]
     for _ in range(600):
-        out = attention(*(small[0][name].detach() for name in "qkv"), small[0]["is_causal"])
+        out = attention(*(given[0][name].detach() for name in "qkv"), given[0]["is_causal"])
     return found | {"out after many calls": out.detach()}
 
 
@@ -47,8 +52,13 @@ def expected(given: Any, ranks: int) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(out, qkv, call["grad"].double())
         names = [f"{name} of call {number}" for name in ("out", "dq", "dk", "dv")]
         found |= dict(zip(names, (out.detach(), *gradients), strict=True))
-    last = next((i for i, call in enumerate(given) if call["q"].numel() < 20_000), 0)
-    return found | {"out after many calls": found[f"out of call {last}"]}
+    return found | {"out after many calls": found["out of call 0"]}
+
+
+def may_lack(given: Any, name: str) -> bool:
+    """Other head dims may be refused."""
+    number = name.rpartition(" ")[2]
+    return number.isdecimal() and given[int(number)]["q"].shape[-1] not in (16, 32, 64)
 
 
 @pytest.mark.judged

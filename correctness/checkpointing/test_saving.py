@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from correctness.checkpointing.models import SIZE, Policy, loss_of
-from correctness.support.contracts import assert_freed_at_once
+from correctness.support.contracts import assert_freed_at_once, held_outside_of_tensors
 from impl.attention import eager_attention
 from impl.checkpointing import none
 from impl.checkpointing.contract import claims_to_save
@@ -87,6 +87,15 @@ def test_what_it_saves_is_freed_without_the_collector(implementation: Implementa
 
     assert_freed_at_once(step, device)
     assert_freed_at_once(lambda: loss_of(model, tokens), device)
+
+
+def test_nothing_large_is_kept_outside_of_tensors(implementation: Implementation, device: str) -> None:
+    """As in bytes or NumPy's arrays, which the meter of tensors does not see."""
+    model = implementation.watched(Transformer(replace(SIZE, vocab=8), context_length=CONTEXT).to(device))
+    tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
+    held = held_outside_of_tensors(lambda: loss_of(model, tokens))
+    plain = _without("train", "nothing", device)["kept"]
+    assert held < 0.2 * plain, f"forward keeps {held:,} bytes outside of tensors; without the policy tensors, {plain:,}"
 
 
 @cache

@@ -237,6 +237,7 @@ def test_an_interpreter_ends_in_the_midst_of_a_collective(tmp_path: Path) -> Non
     assert (run.returncode, run.stdout) == (0, "")
 
 
+@pytest.mark.family("collectives")
 @on_every_rank
 def test_a_collective_that_is_over_keeps_no_tensor(implementation: Implementation, device: str) -> list[str]:
     """A registry of handles would keep every gradient of every step."""

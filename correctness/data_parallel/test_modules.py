@@ -224,7 +224,7 @@ def _own(like: list[Tensor], step: int, rank: int) -> list[Tensor | None]:
 def test_a_module_may_be_wrapped_again_once_its_wrapper_is_deleted(
     implementation: Implementation, device: str
 ) -> list[str]:
-    """What the first wrapper has left on parameters must not reduce beside the second."""
+    """Hooks that the first wrapper has left on parameters must not reduce beside the second's."""
     module, wrong = Products(torch.zeros(5), torch.zeros(2, 3)).to(device), []
     for step, when in enumerate(("of the first wrapper", "of a second one, once the first is deleted")):
         model = wrap(implementation, module)

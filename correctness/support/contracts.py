@@ -3,11 +3,13 @@
 import gc
 import re
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -139,6 +141,38 @@ def held_by(call: Callable[[], Any], device: str) -> int:
         memory.mark("held")
     del kept
     return memory.phases["held"]
+
+
+def held_outside_of_tensors(call: Callable[[], Any]) -> int:
+    """Bytes that Python and NumPy hold as long as the call's result: tensors' memory may hide there. In a process
+    without other threads, in which tracemalloc may crash."""
+    call()  # fills caches
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        kept = call()
+        gc.collect()
+        now, _ = tracemalloc.get_traced_memory()
+        del kept
+    finally:
+        tracemalloc.stop()
+    return now - before
+
+
+def reached_outside_of_tensors(owner: Any) -> int:
+    """Bytes in bytes, bytearrays and NumPy's arrays that the object refers to, directly or not, but through modules."""
+    ignored = {id(vars(module)) for module in [*sys.modules.values()] if isinstance(module, ModuleType)}
+    found, seen, left = 0, {id(owner)}, [owner]
+    while left:
+        each = left.pop()
+        if isinstance(each, (bytes, bytearray, np.ndarray)):
+            found += sys.getsizeof(each)
+        for other in gc.get_referents(each):
+            if id(other) not in seen and id(other) not in ignored and not isinstance(other, (ModuleType, type)):
+                seen.add(id(other))
+                left.append(other)
+    return found
 
 
 def growth(call: Callable[[], Any], device: str, times: int = 4, collect: bool = True) -> int:

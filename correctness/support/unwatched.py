@@ -5,9 +5,10 @@
         assert_right_unwatched(implementation, draw, perform, expected)
 
 `draw(generator)` returns the inputs, made of tensors, numbers, lists and dicts; `perform(target, given, rank)` calls
-the implementation on them and returns tensors by name; `expected(given, ranks)` returns those that are right. `perform`
-runs in processes of its own, one a rank: as source, without pytest or any module of the tests. `expected`, and the
-comparison, run in another one, in which the implementation is never imported.
+the implementation on them and returns tensors by name; `expected(given, ranks)` returns those that are right, of which
+those may be refused for which `may_lack(given, name)`, where there is one, is true. `perform` runs in processes of its
+own, one a rank: as source, without pytest or any module of the tests. `expected`, and the comparison, run in another
+one, in which the implementation is never imported.
 """
 
 from __future__ import annotations
@@ -131,7 +132,9 @@ def _witness(module: str, source: str, attribute: str, seed: int, ranks: int) ->
                 found = torch.load(path)  # plain tensors alone
             except Exception as error:
                 return {"problem": f"it returns something that is no plain tensor: {error}".splitlines()[0]}
-            if problem := _problem(found, of.expected(given, ranks)):
+            expected, may_lack = of.expected(given, ranks), getattr(of, "may_lack", lambda given, name: False)
+            asked = {name: x for name, x in expected.items() if name in found or not may_lack(given, name)}
+            if problem := _problem(found, asked):
                 return {"problem": f"rank {rank} of {ranks}: {problem}" if ranks > 1 else problem}
     return {"problem": ""}
 

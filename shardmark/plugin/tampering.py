@@ -1,4 +1,4 @@
-"""Changes that a target makes to its judge: to functions and classes of the suite, of pytest and of Hypothesis, and the exit.
+"""Changes that a target makes to its judge: to functions and classes of the suite and of pytest, and to the exit.
 
 A target is code that someone, or something, wrote to be judged right. Its import and its calls share a process with the
 tests, so whatever they replace there is put back, and named. `correctness.support.unwatched` judges it in a process of
@@ -22,6 +22,8 @@ from shardmark.ranks.attributes import Attributes
 PACKAGES = frozenset({"impl", "shardmark", "correctness", "pytest", "_pytest", "pluggy", "hypothesis", "unittest"})
 COMPARING = ("allclose", "equal", "isclose")
 """PyTorch's functions by which tests compare."""
+OF_EACH_TEST = frozenset({"_pytest.assertion.util"})
+"""Modules in which pytest itself replaces functions for each test."""
 MODULES = frozenset({"torch.testing", "torch.testing._comparison"})
 
 
@@ -53,7 +55,7 @@ class Guard(Attributes):
 
 
 def _is_the_judges(module: str) -> bool:
-    return module.partition(".")[0] in PACKAGES or module in MODULES
+    return (module.partition(".")[0] in PACKAGES and module not in OF_EACH_TEST) or module in MODULES
 
 
 def _classes_in(module: ModuleType) -> list[type]:

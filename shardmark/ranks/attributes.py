@@ -109,10 +109,14 @@ def _is_compared(module: str) -> bool:
 def _replaced(owner: Any, before: dict[str, Any], now: Any) -> list[str]:
     """Names of functions and classes that are others now, or gone; of a class, also new ones that hide inherited
     ones."""
-    found = [name for name, value in before.items() if now.get(name) is not value and callable(value)]
+    found = [name for name, value in before.items() if now.get(name) is not value and _is_function(value)]
     if isinstance(owner, type):
         found += [name for name in now.keys() - before.keys() if any(name in vars(c) for c in owner.mro()[1:])]
     return [name for name in found if not _is_pytorchs_doing(owner, name)]
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) or isinstance(value, (property, classmethod))
 
 
 def _is_pytorchs_doing(owner: Any, name: str) -> bool:
