@@ -6,10 +6,13 @@ of the sum of squares. Sums (in float32 for half precision) get the worst case: 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from correctness.attention.mistakes import mistakes
+from correctness.support.likeness import likeness, worst_element
 from impl.attention import Attention, eager_attention, kv_group, per_query_head
 
 
@@ -56,8 +59,19 @@ def assert_accurate(
         for what, norm in NORMS.items():
             is_off, allowed = norm(error), times * max(norm(of_eager), norm(rounding))
             ratio = is_off / allowed if allowed else float("inf")
-            message = f"{when}{name}: {what} {is_off:.2e}, allowed {allowed:.2e}, ratio {ratio:.2f}"
-            assert is_off <= allowed, message
+            if not is_off <= allowed:
+                where, like = worst_element(value, exact[name]), _likeness(name, value, exact[name], wide, is_causal)
+                message = f"{when}{name}: {what} {is_off:.2e}, allowed {allowed:.2e}, ratio {ratio:.2f}; {where}{like}"
+                raise AssertionError(message)
+
+
+def _likeness(name: str, found: Tensor, exact: Tensor, wide: list[Tensor], is_causal: bool) -> str:
+    known = mistakes(wide[0], wide[1], is_causal)
+    return likeness(found, exact, {how: partial(_result, wrong, name, wide, is_causal) for how, wrong in known.items()})
+
+
+def _result(attention: Attention, name: str, inputs: list[Tensor], is_causal: bool) -> Tensor:
+    return results(attention, inputs, is_causal)[name]
 
 
 NORMS: dict[str, Callable[[Tensor], float]] = {

@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from correctness.loss.mistakes import mistakes
+from correctness.support.likeness import likeness, worst_element
 from impl.loss import Loss, eager_loss, linear_cross_entropy
 
 HALF_LOSS = 4
@@ -87,7 +90,19 @@ def assert_accurate(
         if name == "loss" and half_loss:
             allowed += HALF_LOSS * torch.finfo(product).eps * exact[name].abs().item()
         ratio = error / allowed if allowed else float("inf")
-        assert error <= allowed, f"{when}{name}: error {error:.2e}, allowed {allowed:.2e}, ratio {ratio:.2f}"
+        if not error <= allowed:
+            known = mistakes(inputs.targets, options)
+            like = likeness(
+                value, exact[name], {how: partial(_result, wrong, name, wide, options) for how, wrong in known.items()}
+            )
+            where = worst_element(value, exact[name])
+            raise AssertionError(
+                f"{when}{name}: error {error:.2e}, allowed {allowed:.2e}, ratio {ratio:.2f}; {where}{like}"
+            )
+
+
+def _result(loss_of: Loss, name: str, inputs: Inputs, options: dict[str, Any]) -> Tensor:
+    return results(loss_of, inputs, **options)[name]
 
 
 def _largest(x: Tensor) -> float:

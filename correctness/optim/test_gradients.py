@@ -13,6 +13,10 @@ from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned")]
 
+MISREAD = pytest.mark.xfail(
+    reason="torch's fused AdamW misreads gradients of other strides on CPU: docs/pytorch-defects.md", strict=False
+)
+
 
 def _steps_of(optimizer: Any, p: Tensor) -> float:
     """Step count in the parameter's state, 0 without a state."""
@@ -159,11 +163,11 @@ PAIRS = [(own, grad) for own in ("contiguous", *LAYOUTS) for grad in ("contiguou
     ],
 )
 def test_any_layout_of_parameters_and_gradients(
-    implementation: Implementation, layout: str, grad_layout: str, device: str
+    implementation: Implementation, layout: str, grad_layout: str, device: str, request: pytest.FixtureRequest
 ) -> None:
     kinds = {"contiguous" if kind == "odd_offset" else kind for kind in (layout, grad_layout)}
     if implementation.name == "torch_fused" and (len(kinds) > 1 or "columns_apart" in kinds):
-        pytest.skip("torch's fused AdamW takes dense gradients laid out as their parameters; on CPU it misreads others")
+        request.applymarker(MISREAD)
     start = tensors(device, torch.float64, ((30, 40), (3, 5)))
     grads = gradients(start, 3)
     lay = LAYOUTS.get(layout, lambda x: x)
@@ -176,10 +180,12 @@ def test_any_layout_of_parameters_and_gradients(
     assert_all_near(params, train(AdamW, start, grads))
 
 
-def test_a_gradient_may_be_expanded(implementation: Implementation, device: str) -> None:
+def test_a_gradient_may_be_expanded(
+    implementation: Implementation, device: str, request: pytest.FixtureRequest
+) -> None:
     """As the gradient of a sum: one element in memory."""
     if implementation.name == "torch_fused":
-        pytest.skip("torch's fused AdamW takes dense gradients laid out as their parameters; on CPU it misreads others")
+        request.applymarker(MISREAD)
     start = tensors(device, shapes=((3, 5), (40,)))
     params = leaves(start)
     optimizer = implementation.watched(params)
