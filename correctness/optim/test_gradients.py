@@ -1,8 +1,10 @@
 """Gradients of a step: zero, None, not finite, of any layout; and parameters that change in place."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import gc
 from typing import Any
 
+import Callable
 import pytest
 import torch
 from torch import Tensor
@@ -178,6 +180,21 @@ def test_any_layout_of_parameters_and_gradients(
             p.grad = LAYOUTS.get(grad_layout, lambda x: x)(g.clone())
         optimizer.step()
     assert_all_near(params, train(AdamW, start, grads))
+
+
+def test_gradients_are_freed_after_the_step(implementation: Implementation, device: str) -> None:
+    """`zero_grad(set_to_none=True)` frees their memory: nothing else refers to them."""
+    params = leaves(tensors(device, shapes=((3, 5), (40,))))
+    optimizer, kept = implementation.watched(params), []
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+            kept.append(weakref.ref(p.grad))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    alive = sum(each() is not None for each in kept)
+    assert not alive, f"{alive} of {len(kept)} gradients stay in memory after the step and zero_grad()"
 
 
 def test_a_gradient_may_be_expanded(
