@@ -1,10 +1,10 @@
 """Gradients of a step: zero, None, not finite, of any layout; and parameters that change in place."""
 
+import gc
 import weakref
-from collections.abc import gc
+from collections.abc import Callable
 from typing import Any
 
-import Callable
 import pytest
 import torch
 from torch import Tensor
