@@ -273,9 +273,11 @@ def _is_skip(error: BaseException) -> bool:
 
 
 def _users_line(error: BaseException | None, test: str) -> str | None:
-    """The user's line that led to the error, or to the one that it stands for."""
+    """The user's line that led to the error, or to the one that it stands for; None where that is a refusal."""
     line = None
     while error is not None and line is None:
+        if isinstance(error, Unsupported) and not isinstance(error, NotAsked):
+            return None
         line, error = user_line(error, test), error.__cause__ or error.__context__
     return line
 
