@@ -55,7 +55,9 @@ def test_takes_every_option(implementation: Implementation, options: str, dtype:
 def test_label_smoothing_counts_every_word(implementation: Implementation, device: str) -> None:
     """A vocabulary of more words than a kernel's largest block."""
     inputs = random_inputs(3, 2, 40_000, device)
-    assert_as_accurate_as_eager(implementation.watched, inputs, label_smoothing=0.5)
+    found = results(implementation.watched, inputs, label_smoothing=0.5)
+    wanted = results(eager_loss, inputs.to(torch.float64), label_smoothing=0.5)
+    assert_near(found, wanted, "of 40,000 words with label_smoothing=0.5", share=1e-2)
 
 
 SIZES = {  # tokens, dim, vocab
