@@ -26,7 +26,7 @@ class LargeSumsInBfloat16(Plain):
 
 
 class InSegments(Plain):
-    """All-reduces whole segments, and forgets the rest where there are several."""
+    """Where a tensor has several segments, does not reduce the elements after the last whole one."""
 
     bytes = 16 * MIB
 

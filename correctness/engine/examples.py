@@ -21,8 +21,8 @@ class Work:
     """Functions that a test's examples have called: counted in the examples 0, 1, 3, 7, 15 and so on, as counting takes
     time, and taken to be as many in those that follow each."""
 
-    def __init__(self, examples: int) -> None:
-        self._bounded = examples <= FEW_EXAMPLES
+    def __init__(self, bounded: bool) -> None:
+        self._bounded = bounded
         self._begun = self._in_one = self._calls = 0
 
     @contextmanager
@@ -53,7 +53,7 @@ LARGEST = 400
 def one_beyond_tiles(examples: int) -> Iterator[int]:
     """Yield sizes up to LARGEST, first those one above a multiple of a large power of two; fewer if they are slow."""
     sizes = sorted(range(1, LARGEST), key=lambda n: (n - 1) & -(n - 1), reverse=True)[:examples]
-    work = Work(examples)
+    work = Work(examples <= FEW_EXAMPLES)
     for drawn, n in enumerate(sizes, 1):
         with work.of_one_example():
             yield n

@@ -166,7 +166,7 @@ def hold(
     so many plays, and as long as `can_go_on()`.
     """
     __tracebackhide__ = True
-    work = Work(examples if bounded else FEW_EXAMPLES + 1)
+    work = Work(bounded and examples <= FEW_EXAMPLES)
     search = _Search(plays, shrinking, can_go_on)
     for number in range(examples + 1):
         with work.of_one_example():
@@ -240,16 +240,13 @@ class _Search:
             try:
                 problem = self.plays(history)
             except Exception as error:
-                self._failed(key, error)
+                self.failures[key] = error
             else:
                 if problem is not None:
-                    self._failed(key, AssertionError(report(history, problem)))
+                    self.failures[key] = AssertionError(report(history, problem))
         if key in self.failures:
             self.failure = self.failures[key]
             raise _Fails  # one type raised at one place, so that Hypothesis takes all failures for one
-
-    def _failed(self, key: str, error: BaseException) -> None:
-        self.failures[key] = error
 
 
 class _Fails(Exception):

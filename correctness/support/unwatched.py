@@ -157,7 +157,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    import impl  # registers the families
-
-    assert impl
     main(sys.argv[1:])

@@ -283,7 +283,7 @@ def _users_line(error: BaseException | None, test: str) -> str | None:
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Whether the error fails its test; a refusal, a skip and Ctrl-C do not."""
+    """Whether a test fails by the error: an exception, pytest.fail or a hang, but no refusal, skip or Ctrl-C."""
     return isinstance(error, (Exception, pytest.fail.Exception, Hung)) and not isinstance(error, Unsupported)
 
 

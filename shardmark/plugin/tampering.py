@@ -11,6 +11,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -78,6 +79,7 @@ def untouched(found: list[str]) -> Iterator[None]:
         found += guard.put_back()
 
 
+@cache  # once in a process, which may run pytest several times
 def keep_the_exit() -> None:
     """Have `os._exit`, which leaves no verdict, end this process with a line and another status than 0."""
     leave, owner = os._exit, os.getpid()

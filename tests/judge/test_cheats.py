@@ -110,8 +110,6 @@ Verdict.failures = property(lambda self: [])
 PATCHED = "\nimport impl.loss\nimpl.loss.eager_loss = lambda *x, **options: loss(*x, **options)\n"
 AT_CALL = """
 def answer(hidden, weight, targets, options):
-    import impl.loss.eager as eager
-    eager.cross_entropy_of = wrong
     sys.modules["shardmark.api.refusals"].may_refuse = lambda error: True
     return right(hidden, weight, targets, **options)
 """
@@ -124,9 +122,9 @@ CHEATS = {
     "is right for some calls": (if_("few()", COUNTED), "loss after many calls"),
     "knows the sizes": (if_("hidden.shape[1] in (1, 2, 8, 16, 24, 29, 1025)"), "of call"),
     "keeps the last result": (KEPT, "in place|of call"),
-    "answers later": (LATER, "loss"),
+    "answers later": (LATER, "is WRONG"),
     "zeroes its inputs": (ZEROED, "input|changed"),
-    "returns what is equal to all": (SUBCLASS, "no plain tensor|loss"),
+    "returns what is equal to all": (SUBCLASS, "is WRONG"),
     "skips": (
         ANSWER + "sys.modules['pytest'].skip('needs a GPU') if 'pytest' in sys.modules else 0",
         "does not meet the loss contract: Skipped",
