@@ -160,8 +160,9 @@ def held_outside_of_tensors(call: Callable[[], Any]) -> int:
     return now - before
 
 
-def reached_outside_of_tensors(owner: Any) -> int:
-    """Bytes in bytes, bytearrays and NumPy's arrays that the object refers to, directly or not, but through modules."""
+def assert_little_outside_of_tensors(owner: Any) -> None:
+    """Assert that the object does not refer to 256 KiB of bytes, bytearrays and NumPy's arrays, directly or not, but
+    through modules: the meter of tensors does not see them."""
     ignored = {id(vars(module)) for module in [*sys.modules.values()] if isinstance(module, ModuleType)}
     found, seen, left = 0, {id(owner)}, [owner]
     while left:
@@ -172,7 +173,7 @@ def reached_outside_of_tensors(owner: Any) -> int:
             if id(other) not in seen and id(other) not in ignored and not isinstance(other, (ModuleType, type)):
                 seen.add(id(other))
                 left.append(other)
-    return found
+    assert found < 2**18, f"after a step it holds {found:,} bytes outside of tensors"
 
 
 def growth(call: Callable[[], Any], device: str, times: int = 4, collect: bool = True) -> int:
