@@ -123,7 +123,8 @@ CHEATS = {
     "knows the sizes": (if_("hidden.shape[1] in (1, 2, 8, 16, 24, 29, 1025)"), "of call"),
     "keeps the last result": (KEPT, "in place|of call"),
     "answers later": (LATER, "is WRONG"),
-    "zeroes its inputs": (ZEROED, "input|changed"),
+    # Where zeros lie far from the loss of the first call, that call refuses it at once.
+    "zeroes its inputs": (ZEROED, "input|changed|where the cross entropy is"),
     "returns what is equal to all": (SUBCLASS, "is WRONG"),
     "skips": (
         ANSWER + "sys.modules['pytest'].skip('needs a GPU') if 'pytest' in sys.modules else 0",
