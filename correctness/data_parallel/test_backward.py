@@ -82,7 +82,6 @@ class ExpectedError(Exception):
     """Raised by the test."""
 
 
-@pytest.mark.should("no_sync ends with an error too")
 @on_every_rank
 def test_no_sync_ends_with_an_error_too(implementation: Implementation, device: str) -> list[str]:
     model = _model(implementation, device)

@@ -7,12 +7,9 @@ import torch
 from torch import Tensor
 
 from correctness.support.unwatched import assert_right_unwatched
+from correctness.support.whole_batch import WholeBatch
+from correctness.support.whole_batch import draw_rows_of_two_ranks as draw
 from shardmark.api import Implementation
-
-
-def draw(generator: torch.Generator) -> dict[str, Any]:
-    dim, rows = (3 + torch.randint(20, (2,), generator=generator)).tolist()
-    return {"dim": dim, "x": torch.randn(2, rows, dim, generator=generator)}
 
 
 def perform(target: Any, given: Any, rank: int) -> dict[str, Tensor]:
@@ -35,20 +32,7 @@ def perform(target: Any, given: Any, rank: int) -> dict[str, Tensor]:
 
 
 def expected(given: Any, ranks: int) -> dict[str, Tensor]:
-    class Whole(torch.nn.Module):
-        """The whole batch in one process: both ranks have equally many rows."""
-
-        def __init__(self, module: torch.nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.module(given["x"].flatten(0, 1))
-
-        def finish_gradient_synchronization(self) -> None:
-            return None
-
-    return perform(Whole, given, 0)
+    return perform(lambda module: WholeBatch(module, given["x"]), given, 0)
 
 
 @pytest.mark.judged

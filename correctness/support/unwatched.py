@@ -75,12 +75,12 @@ def assert_right_unwatched(
     source, _, attribute = implementation.spec.rpartition(":")
     if not source:
         pytest.skip("an implementation of the suite is not imported alone")
-    assert draw.__module__ == perform.__module__ == expected.__module__
+    assert sys.modules[perform.__module__].draw is draw and perform.__module__ == expected.__module__
     command = [
         sys.executable,
         "-m",
         __name__,
-        draw.__module__,
+        perform.__module__,
         source,
         attribute,
         str(torch.initial_seed()),

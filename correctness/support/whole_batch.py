@@ -146,6 +146,32 @@ def single_process(
     return {key: tensor.cpu() for key, tensor in model.state_dict().items()}
 
 
+def draw_rows_of_two_ranks(generator: torch.Generator) -> dict[str, Any]:
+    """Draw what test_unwatched.py of wrappers trains on: {"dim": int, "x": (2, rows, dim), a rank's rows in each}."""
+    dim, rows = (3 + torch.randint(20, (2,), generator=generator)).tolist()
+    return {"dim": dim, "x": torch.randn(2, rows, dim, generator=generator)}
+
+
+class WholeBatch(nn.Module):
+    """A wrapper in one process: each call is of the whole batch `x` of shape (ranks, rows, dim), and not of the rows
+    that it is given. The mean of its loss is that over ranks, which have equally many rows."""
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        super().__init__()
+        self.module, self.x = module, x
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, dim) -> (ranks rows, out)."""
+        return self.module(self.x.flatten(0, 1))
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing to wait for."""
+
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        """Return the module's parameters, by name."""
+        return dict(self.module.named_parameters())
+
+
 def assert_equal_states(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
     """Assert on each rank: the expected names, values equal to 1e-12, and bitwise the same state as on rank 0."""
     for rank, state in enumerate(found):
