@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from correctness.collectives.summing import Call, small_integers
 from correctness.engine.examples import BESIDE_LAUNCHES
-from correctness.engine.histories import even_and_odd_ranks
+from correctness.engine.histories_on_ranks import even_and_odd_ranks
 from correctness.support.on_ranks import assert_nothing_wrong
 from impl.collectives import Backend, OnGloo, accounting, count_bytes_sent, segments
 from impl.collectives.cases import COLLECTIVES

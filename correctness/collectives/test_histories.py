@@ -16,7 +16,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from correctness.collectives.summing import Call, largest, small_integers
-from correctness.engine.histories import events_of, hold_on_ranks, one_in
+from correctness.engine.histories import events_of, one_in
+from correctness.engine.histories_on_ranks import hold_on_ranks
 from correctness.support.waiting import wait_until
 from impl.collectives.cases import COLLECTIVES
 from shardmark.api import Implementation

@@ -12,7 +12,7 @@ from correctness.data_parallel.averaging import wrap
 from correctness.data_parallel.events import FINISH, Event, History, Limits, Setting
 from correctness.data_parallel.random_modules import Zoo, numbers
 from correctness.data_parallel.reference import Gradients
-from correctness.engine.histories import Alike
+from correctness.engine.histories_on_ranks import Alike
 from correctness.support.communication import delayed, quiet, recorded, slow_gradients
 from shardmark.api import Implementation
 from shardmark.meter.communication import Communication

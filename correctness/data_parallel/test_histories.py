@@ -8,7 +8,7 @@ from torch import nn
 from correctness.data_parallel.averaging import is_torchs, wrap
 from correctness.data_parallel.events import OPTIONS, Limits, histories
 from correctness.data_parallel.player import Both
-from correctness.engine.histories import hold_on_ranks
+from correctness.engine.histories_on_ranks import hold_on_ranks
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 

@@ -7,27 +7,25 @@ A family writes three things:
 - a player, which plays each event on the implementation and on an oracle, and says what is not as expected.
 
     hold(HISTORIES, lambda history: play(Player(implementation, history), history), examples)
-    hold_on_ranks(world, HISTORIES, Player, implementation, device, examples)
+
+On ranks it is `hold_on_ranks` of `correctness.engine.histories_on_ranks`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from correctness.engine.examples import FEW_EXAMPLES, LEFT_OUT, Work
-from shardmark.api import note_unasked
-from shardmark.ranks.world import World
+from shardmark.api import note_events, note_unasked
 
-SHRINKING, SHRINKING_ON_RANKS = 200, 60
+SHRINKING = 200
 """Most histories that are played to find a shorter one that fails: a number, and no time, so that the same file has the
 same first failure on a busy machine."""
 
@@ -57,15 +55,6 @@ class Problem:
     what: str
 
 
-class Alike(NamedTuple):
-    """Values by name, such as checksums, that must be equal on several ranks after `after` events."""
-
-    after: int
-    what: str
-    ranks: tuple[int, ...]
-    values: dict[str, Any]
-
-
 def one_in(n: int) -> SearchStrategy[bool]:
     """Draw True with probability 1/n; shrinks to False."""
     return st.integers(1, n).map(lambda number: number == n)
@@ -78,10 +67,12 @@ def events_of(draw: DrawFn, most: int, following: Callable[[], Any]) -> list[Any
     return [following() for _ in range(most) if not draw(left_out)]
 
 
-def play(player: Player, history: History) -> Problem | None:
-    """Play all events, as another rank may wait for this one in any of them; return the first problem."""
+def play(player: Player, history: History, begins: Callable[[int], object] = lambda event: None) -> Problem | None:
+    """Play all events, as another rank may wait for this one in any of them; return the first problem. Call
+    `begins(1)` before the first event, and so on."""
     first = None
     for after, event in enumerate(history.events, 1):
+        begins(after)
         try:
             player.play(event)
             what = player.problem()
@@ -91,64 +82,23 @@ def play(player: Player, history: History) -> Problem | None:
             if first is not None:
                 break  # later problems may be consequences
             error.add_note(report(history, Problem(after, "")))
+            error.after = after  # type: ignore[attr-defined]
             raise
         if what and first is None:
             first = Problem(after, what)
     return first
 
 
-def play_on_ranks(
-    world: World, make: Callable[..., Player], implementation: Any, history: History, device: str
-) -> Problem | None:
-    """Play on every rank with `make(implementation, history, device)`; return the problem that came first.
-
-    The entries (event index, what, ranks, values by name) of the players' `alike` lists must have the same bits on all
-    ranks.
-    """
-    ranks = world.run(_play_on_rank, make, implementation, history, device)
-    problems = [
-        Problem(problem.after, f"rank {rank} of {world.size}: {problem.what}")
-        for rank, (problem, _) in enumerate(ranks)
-        if problem is not None
-    ]
-    expected: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
-    for rank, (_, alike) in enumerate(ranks):
-        for after, what, members, values in alike:
-            first, wanted = expected.setdefault((after, what, members), (rank, values))
-            for name in wanted.keys() | values.keys():
-                if wanted.get(name) != values.get(name):
-                    claim = f"rank {rank} of {world.size} has other bits than rank {first} in {what} {name!r}"
-                    problems.append(Problem(after, claim))
-    return min(problems, key=lambda problem: problem.after, default=None)
-
-
-def _play_on_rank(
-    make: Callable[..., Any], implementation: Any, history: History, device: str
-) -> tuple[Problem | None, list[Alike]]:
-    player = make(implementation, history, device)
-    return play(player, history), getattr(player, "alike", [])
-
-
-@cache
-def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the process group of these ranks; every rank of the world must call. It is made once per process and never
-    destroyed: DTensor remembers the group of a mesh by its ranks, and a wrapper keeps its own."""
-    return dist.new_group([*ranks])
-
-
-def even_and_odd_ranks() -> tuple[int, dist.ProcessGroup]:
-    """Return this rank's side (0 or 1) and its process group."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    groups = [group_of(tuple(range(first, size, 2))) for first in range(min(size, 2))]
-    return rank % 2, groups[rank % 2]
-
-
 def report(history: History, problem: Problem) -> str:
     """The claim that does not hold, the numbered events up to there, and what was found beside what was expected."""
     claim, _, found = problem.what.partition("\n")
-    start = str(history)
-    events = [f"  {number}. {event}" for number, event in enumerate(history.events[: problem.after], 1)]
-    return "\n".join(filter(None, [claim, f"  {start}" if start else "", *events, found]))
+    return "\n".join(filter(None, [claim, *(f"  {line}" for line in told(history, problem.after)), found]))
+
+
+def told(history: History, after: int) -> list[str]:
+    """What there is before the first event, and the first `after` events, numbered."""
+    events = [f"{number}. {event}" for number, event in enumerate(history.events[:after], 1)]
+    return [*filter(None, [str(history)]), *events]
 
 
 def hold(
@@ -172,24 +122,11 @@ def hold(
         with work.of_one_example():
             search.try_one(histories, number)
         if search.failure is not None:
+            note_events(search.events)
             raise search.failure from None
         if work.is_enough() and number < examples:
             note_unasked(LEFT_OUT)
             return
-
-
-def hold_on_ranks(
-    world: World,
-    histories: SearchStrategy[Any],
-    make: Callable[..., Player],
-    implementation: Any,
-    device: str,
-    examples: int,
-) -> None:
-    """`hold` with `play_on_ranks`; a failure is shortened until the world has ended, as it does where ranks hang."""
-    __tracebackhide__ = True
-    plays = partial(play_on_ranks, world, make, implementation, device=device)
-    hold(histories, plays, examples, SHRINKING_ON_RANKS, lambda: world.alive, bounded=False)
 
 
 class _Search:
@@ -197,9 +134,11 @@ class _Search:
 
     def __init__(self, plays: Callable[[Any], Problem | None], shrinking: int, can_go_on: Callable[[], bool]) -> None:
         self.plays, self.left, self.can_go_on = plays, shrinking, can_go_on
-        self.failures: dict[str, BaseException] = {}
+        self.failures: dict[str, tuple[BaseException, list[str]]] = {}
         self.failure: BaseException | None = None
         """Problem of the shortest history that fails."""
+        self.events: list[str] = []
+        """That history, a line an event, up to where it fails."""
 
     def try_one(self, histories: SearchStrategy[Any], number: int) -> None:
         """Play the simplest history first, then a freshly drawn one each time: Hypothesis' own next examples would
@@ -240,12 +179,13 @@ class _Search:
             try:
                 problem = self.plays(history)
             except Exception as error:
-                self.failures[key] = error
+                after = getattr(error, "after", len(history.events))
+                self.failures[key] = error, told(history, after)
             else:
                 if problem is not None:
-                    self.failures[key] = AssertionError(report(history, problem))
+                    self.failures[key] = AssertionError(report(history, problem)), told(history, problem.after)
         if key in self.failures:
-            self.failure = self.failures[key]
+            self.failure, self.events = self.failures[key]
             raise _Fails  # one type raised at one place, so that Hypothesis takes all failures for one
 
 

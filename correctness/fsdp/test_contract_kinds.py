@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.fsdp.checks import (
+    LINEARS,
     SGDs,
     as_expected,
     assert_none,
@@ -82,12 +83,25 @@ class Either(nn.Module):
         return self.layer(x * either[which])
 
 
+class OwnIsUnused(nn.Module):
+    """A parameter beside the layer, which forward reads, and of which `which` 0 has no use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.full((DIM,), 2.0)), nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        return self.layer(x * self.scale if which else x.clone())
+
+
+@pytest.mark.parametrize("module", [Either, OwnIsUnused], ids=["one_of_a_unit", "all_of_a_unit"])
 @on_every_rank
 @poisoned
 def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others(
-    implementation: Implementation, device: str
+    implementation: Implementation, module: type[nn.Module], device: str
 ) -> str:
-    model, plain = both(implementation, Either, device, wrap=whole)
+    model, plain = both(implementation, module, device, wrap=whole if module is Either else LINEARS)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise NotAsked("DTensors are reduced one by one, so every rank must have each gradient")
     ranks = dist.get_world_size()

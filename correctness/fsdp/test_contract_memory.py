@@ -105,6 +105,30 @@ def test_after_a_step_only_shards_are_left(
     _assert_none(least(world, limits, held_on_rank, implementation, make, device))
 
 
+def evaluated_on_rank(implementation: Implementation, device: str) -> dict[str, int]:
+    """Bytes live after evaluations, of which one is before any step."""
+    x = torch.ones(1, WIDTH, device=device)
+    with meter(device) as memory:
+        model = wrap(implementation, layers(device))
+        for step in range(2):
+            with torch.no_grad():
+                model(x)
+            dist.barrier()
+            memory.mark(EVALUATIONS[step])
+            train(model, x)
+            SGDs(model).zero_grad()
+    return memory.phases
+
+
+EVALUATIONS = "after an evaluation", "after an evaluation that follows a step"
+
+
+def test_full_parameters_are_freed_after_evaluation(implementation: Implementation, world: World, device: str) -> None:
+    """One or two of six layers may stay gathered, as FSDP2's root unit does."""
+    limits = dict(zip(EVALUATIONS, ((share / world.size + 0.5 + SLACK) * TOTAL for share in (1, 2)), strict=True))
+    _assert_none(least(world, limits, evaluated_on_rank, implementation, device))
+
+
 def between_on_rank(implementation: Implementation, options: dict[str, Any], device: str) -> dict[str, int]:
     """Bytes live between forward and backward of a second step."""
     x = torch.ones(1, WIDTH, device=device)

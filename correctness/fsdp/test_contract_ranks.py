@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from correctness.engine.histories import group_of
+from correctness.engine.histories_on_ranks import group_of
 from correctness.fsdp.checks import (
     HANG,
     ODD_MODULES,

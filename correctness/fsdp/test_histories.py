@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from correctness.engine.histories import even_and_odd_ranks, events_of, hold_on_ranks, one_in
+from correctness.engine.histories import events_of, one_in
+from correctness.engine.histories_on_ranks import even_and_odd_ranks, hold_on_ranks
 from correctness.fsdp.checks import SGDs, as_expected, contains, full, parameters_of, wrap
 from correctness.fsdp.random_models import Recipe, Rows, recipes
 from impl.fsdp import norms_and_biases

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correctness.engine.histories import Player, even_and_odd_ranks, play_on_ranks, report
+from correctness.engine.histories import Player, report
+from correctness.engine.histories_on_ranks import even_and_odd_ranks, play_on_ranks
 from correctness.sharded_optimizer.events import Save
 from correctness.sharded_optimizer.training import Checkpoint, History, Make, Training, unsharded
 from shardmark.api import Implementation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from correctness.engine.histories import hold_on_ranks
+from correctness.engine.histories_on_ranks import hold_on_ranks
 from correctness.sharded_optimizer.events import histories
 from correctness.sharded_optimizer.player import Beside
 from shardmark.api import Implementation

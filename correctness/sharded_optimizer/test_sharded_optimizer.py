@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.engine.histories import even_and_odd_ranks
+from correctness.engine.histories_on_ranks import even_and_odd_ranks
 from correctness.sharded_optimizer.player import assert_value
 from correctness.support.communication import delayed
 from correctness.support.own_model import LEARNING_RATE, OWN, Trained, assert_as_in_one_process, own_model, train

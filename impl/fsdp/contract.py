@@ -32,7 +32,8 @@ class FullySharded(Protocol):
       parameters have none; tied ones stay one.
     - Several forwards may precede their backwards, a forward may have no backward, and evaluation may come at any time.
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
-      is left. Ranks outside of the group take no part; several models do not disturb one another.
+      is left, and after an evaluation little more. Ranks outside of the group take no part; several models do not
+      disturb one another.
     - With `compute_dtype`, parameters and floating-point inputs are cast to it, and matrices are multiplied in it;
       each wrapper has its own. With `reduce_dtype` gradients are communicated in it; the default is the compute dtype
       or the gradients' own.

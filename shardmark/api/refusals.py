@@ -96,6 +96,8 @@ class Ledger:
     """The last call: where the check fails, most likely the one that failed."""
     unasked: list[str] = field(default_factory=list)
     """Parts of the check that were not asked, and why."""
+    events: list[str] = field(default_factory=list)
+    """What was done before the check failed, a line an event."""
 
 
 _LEDGER: list[Ledger] = []
@@ -120,6 +122,12 @@ def note_unasked(line: str) -> None:
     """Note, for the verdict, that the running test leaves out a part: which, and why."""
     if _LEDGER:
         _LEDGER[-1].unasked.append(line)
+
+
+def note_events(events: Iterable[str]) -> None:
+    """Note, for the verdict, what the running test has done before it fails, a line an event."""
+    if _LEDGER:
+        _LEDGER[-1].events[:] = events
 
 
 def watched(call: Callable[..., Any], contract: type, may_refuse: tuple[Refusable, ...]) -> Callable[..., Any]:

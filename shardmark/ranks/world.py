@@ -99,6 +99,7 @@ class World:
         self.size = size
         self.device = device
         self.deadline = DEADLINE
+        self._kind = (size, device, link, checkout)
         self.tests: dict[str, None] = {}
         """Ids of the tests that have used it, in order."""
         private_folder.remove_abandoned()
@@ -198,6 +199,10 @@ class World:
     def pids(self) -> list[int]:
         """The ranks' process ids."""
         return [process.pid for process in self._processes]
+
+    def another(self) -> World:
+        """New ranks of the same kind, which the caller closes."""
+        return World(*self._kind)
 
     def close(self) -> None:
         """End every rank and remove the private directory. A closed world stays closed."""

@@ -91,6 +91,8 @@ def lines(implementation: Implementation, verdict: Verdict, most: int | None) ->
     printed: list[str] = []
     for i, cause in enumerate(found[:most]):
         printed.append(cause.reason)
+        if i == 0 or most is None:
+            printed += [f"  {line}" for line in cause.smallest.notes.events]
         count = f"{len(cause.checks)} {failed}"
         if cause.refusable:
             count += f": none passes in {cause.kind} {cause.refusable}"

@@ -37,12 +37,14 @@ class Notes:
     where: str | None = None
     """The user's line from which the failure came."""
     hung: bool = False
+    events: tuple[str, ...] = ()
+    """What was done before it failed, a line an event."""
 
     @classmethod
     def of(cls, ledger: Ledger, where: str | None, hung: bool) -> Notes:
         refused = tuple((tuple(features), words) for features, words in ledger.refused.items())
         last, call = (tuple(ledger.last[0]), ledger.last[1]) if ledger.last else ((), None)
-        return cls(tuple(ledger.taken), refused, last, call, tuple(ledger.unasked), where, hung)
+        return cls(tuple(ledger.taken), refused, last, call, tuple(ledger.unasked), where, hung, tuple(ledger.events))
 
     def saved(self) -> str:
         return json.dumps(asdict(self))
@@ -55,7 +57,7 @@ class Notes:
         if found["call"] is not None:
             given = found["call"]["arguments"]
             found["call"] = Call(tuple((n, (tuple(v[0]), v[1]) if isinstance(v, list) else v) for n, v in given))
-        return cls(**found)
+        return cls(**found | {"events": tuple(found["events"])})
 
 
 def _features(saved: list[dict[str, str]]) -> tuple[Feature, ...]:
