@@ -59,6 +59,18 @@ def test_the_loss_has_float32s_accuracy_given_the_logits(
     assert error < CLOSE[grad.dtype], f"the gradient's relative error is {error:.2g}, allowed {CLOSE[grad.dtype]:g}"
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("number", [259, 2051])
+def test_targets_are_counted_exactly(implementation: Implementation, precision: str, number: int, device: str) -> None:
+    """Above 256 bfloat16 holds no odd number, and above 2048 float16 none; nor does a mean of so many stay exact."""
+    model, step = made(implementation, precision, None, device)
+    tokens, targets = (torch.randint(VOCAB, (1, number + 5), device=device) for _ in range(2))
+    targets[0, :5] = -100
+    rows = model.rows.weight.detach().double()
+    expected = cross_entropy(rows[tokens].flatten(0, 1), targets.flatten()).item()
+    assert_loss(step.forward(tokens, targets), expected, f"the loss of {number} targets")
+
+
 @pytest.mark.parametrize("where", ["block", "model"])
 def test_gradients_are_of_the_losss_own_dropout(implementation: Implementation, where: str, device: str) -> None:
     """A logit whose gradient is zero was dropped: with these zeros, loss and gradients in float64 are the step's."""
