@@ -26,13 +26,18 @@ def mistakes(q: Tensor, k: Tensor, is_causal: bool) -> dict[str, Callable[..., T
         found["with a mask aligned at the last key"] = partial(_attention, first=1 + k_len - q_len)
     if group > 1:
         found["with heads of k and v in the order 0 1 0 1"] = partial(_attention, tiled=True)
-    for tile in TILES:
-        if tile < k_len and k_len % tile:
-            found[f"without the last {k_len % tile} keys, beyond whole tiles of {tile}"] = partial(
-                _attention, keys=k_len // tile * tile
-            )
-            found[f"with zeros as keys up to a whole tile of {tile}"] = partial(_attention, padded=-k_len % tile)
+    tiles = [tile for tile in TILES if tile < k_len and k_len % tile]
+    for keys, of in _grouped(tiles, lambda tile: k_len // tile * tile).items():
+        found[f"without the last {k_len - keys} keys, beyond whole tiles of {of}"] = partial(_attention, keys=keys)
+    for padded, of in _grouped(tiles, lambda tile: -k_len % tile).items():
+        found[f"with zeros as keys up to a whole tile of {of}"] = partial(_attention, padded=padded)
     return found
+
+
+def _grouped(tiles: list[int], by: Callable[[int], int]) -> dict[int, str]:
+    """The tiles with which the same is done, as in "16 or 32"."""
+    values = dict.fromkeys(map(by, tiles))
+    return {value: " or ".join(str(tile) for tile in tiles if by(tile) == value) for value in values}
 
 
 def _attention(

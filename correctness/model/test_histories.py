@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from correctness.engine.examples import autocast_takes
 from correctness.engine.histories import Problem, hold, play, report
-from correctness.model.language_models import CONTEXT, SIZE, assert_logits, copy_weights, draw, models
+from correctness.model.language_models import CONTEXT, SIZE, assert_logits, copy_weights, draw, models, stale_weights
 from correctness.support.contracts import Note, assert_unchanged, is_ours, may_raise
 from shardmark.api import Implementation
 
@@ -164,6 +164,8 @@ class Life:
         self.tokens: dict[int, Tensor] = {}
         """The tokens of each shape, by its index in `SHAPES`: calls of one index have the same."""
         self.past = "nothing"
+        self.earlier: dict[str, dict[str, Tensor]] = {}
+        """The weights before each change, which an implementation may have kept."""
 
     def problem(self) -> str:
         return ""  # each event raises its own error
@@ -175,6 +177,7 @@ class Life:
             if self.waiting:
                 self.backward(*self.waiting.pop())
         else:
+            self.earlier[event.kind] = {name: p.detach().clone() for name, p in self.plain.named_parameters()}
             self.waiting.clear()  # weights must not change between a forward and its backward
             self.model.zero_grad()
             if event.kind == "copied":
@@ -213,7 +216,8 @@ class Life:
         assert logits.dtype in dtypes, f"logits{where} are {logits.dtype}, expected {' or '.join(map(str, dtypes))}"
         tolerance = 1e-5 if dtypes <= {torch.float32, torch.float64} else HALF
         with torch.no_grad():
-            assert_logits(logits, self.plain(tokens), tolerance, where)
+            why = partial(stale_weights, logits, self.plain, tokens, self.earlier)
+            assert_logits(logits, self.plain(tokens), tolerance, where, why)
         asked = event.kind not in ("in no_grad", "in inference_mode")
         needs = asked and any(p.requires_grad for p in weights.values())
         assert logits.requires_grad == needs, f"logits{where} require {'no' if needs else 'a'} gradient"

@@ -1,13 +1,16 @@
 """Train a few tensors with an optimizer, compare the results, and compile the fused AdamW for a chip."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from correctness.engine.examples import BESIDE_LAUNCHES
+from correctness.optim.mistakes import mistakes
+from correctness.support.likeness import likeness
 from impl.interpreting import requires_triton
 from impl.optim import AdamW
 from shardmark.api import Implementation
@@ -107,11 +110,20 @@ def assert_as_accurate_as_plain(
         if x.dtype == torch.float64:
             rounding = len(grads) * max(rounding + torch.finfo(x.dtype).eps * lr / (1 - max(betas)), 1e-9 * lr)
         plain_error = (same_dtype.double() - reference).abs().max().item()
-        assert_near(x.double(), reference, 2 * max(plain_error, rounding), f"parameter {i} of shape {tuple(x.shape)}")
+        known = partial(mistakes, start[i], [step[i] for step in grads], options)
+        what = f"parameter {i} of shape {tuple(x.shape)}"
+        assert_near(x.double(), reference, 2 * max(plain_error, rounding), what, known)
 
 
-def assert_near(found: Tensor, expected: Tensor, allowed: float, what: str) -> None:
-    """Assert that no element's error exceeds `allowed`, and that NaN is where NaN is expected."""
+def assert_near(
+    found: Tensor,
+    expected: Tensor,
+    allowed: float,
+    what: str,
+    known: Callable[[], Mapping[str, Callable[[], Tensor]]] = dict,
+) -> None:
+    """Assert that no element's error exceeds `allowed`, and that NaN is where NaN is expected. The error names the one
+    of the `known` mistakes that has this result."""
     assert found.shape == expected.shape, f"{what}: its shape is {tuple(found.shape)}, expected {tuple(expected.shape)}"
     wrong = ~torch.isclose(found.detach().to(expected), expected.detach(), rtol=0, atol=allowed, equal_nan=True)
     if wrong.any():
@@ -120,6 +132,7 @@ def assert_near(found: Tensor, expected: Tensor, allowed: float, what: str) -> N
         raise AssertionError(
             f"{what}: found {found[at].item():.9g} at {list(at)}, expected {expected[at].item():.9g}: "
             f"error {error[at].item():.1e}, allowed {allowed:.1e}, in {wrong.sum().item()} of {wrong.numel()} elements"
+            f"{likeness(found, expected, known())}"
         )
 
 
