@@ -61,6 +61,7 @@ def may_lack(given: Any, name: str) -> bool:
     return number.isdecimal() and given[int(number)]["q"].shape[-1] not in (16, 32, 64)
 
 
+@pytest.mark.own_processes
 @pytest.mark.judged
 @pytest.mark.family("attention")
 def test_is_right_unwatched(implementation: Implementation) -> None:

@@ -48,6 +48,7 @@ def expected(given: Any, ranks: int) -> dict[str, Tensor]:
     return perform(lambda model: model, given, 0)
 
 
+@pytest.mark.own_processes
 @pytest.mark.judged
 @pytest.mark.family("checkpointing")
 def test_is_right_unwatched(implementation: Implementation) -> None:

@@ -43,6 +43,7 @@ def expected(given: Any, ranks: int) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.own_processes
 @pytest.mark.judged
 @pytest.mark.family("collectives")
 def test_is_right_unwatched(implementation: Implementation) -> None:

@@ -38,8 +38,9 @@ def bucket_sizes(implementation: Implementation) -> list[dict[str, float]]:
 
 
 def is_torchs(model: Any) -> bool:
-    """Return True for torch's DDP, or a wrapper around it."""
-    return any(isinstance(each, DistributedDataParallel) for each in (model, *vars(model).values()))
+    """Return True for torch's DDP, or a wrapper around it, as frameworks have."""
+    held = [each for each in (model, *vars(model).values()) if isinstance(each, nn.Module)]
+    return any(isinstance(part, DistributedDataParallel) for each in held for part in each.modules())
 
 
 def needs_backward_on_every_rank(model: Any) -> None:

@@ -68,8 +68,8 @@ class Limits:
     """Left out: events that torch's DDP does not take, as the wrapper is one or contains it."""
     plain: bool = False
     """Left out: events that few users need: `no_sync()` inside another or made before it is entered, parameters frozen
-    after wrapping, strides that differ by rank, a part wrapped again, and the names of `state_dict` and buffers that
-    forward changes."""
+    after wrapping, strides that differ by rank or have gaps, a rank without a backward pass, a part wrapped again, and
+    the names of `state_dict` and buffers that forward changes."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class State:
 @st.composite
 def settings(draw: st.DrawFn, ranks: int, accepted: list[str], limits: Limits) -> Setting:
     options = {name: draw(st.sampled_from(OPTIONS[name])) for name in accepted if draw(one_in(3))}
-    of = draw(kinds(ranks, vary_strides=not (limits.torchs or limits.plain), narrow="reduce_dtype" in options))
+    odd = not (limits.torchs or limits.plain)
+    of = draw(kinds(ranks, gaps=not limits.plain, vary_strides=odd, narrow="reduce_dtype" in options))
     tied = [i for i in range(len(of)) if draw(one_in(7))]
     groups: list[list[int]] | None = None
     if how := draw(st.sampled_from(["", "", "parts", "some"])):

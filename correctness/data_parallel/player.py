@@ -14,6 +14,7 @@ from correctness.data_parallel.random_modules import Zoo, numbers
 from correctness.data_parallel.reference import Gradients
 from correctness.engine.histories_on_ranks import Alike
 from correctness.support.communication import delayed, quiet, recorded, slow_gradients
+from correctness.support.likeness import worst_element
 from shardmark.api import Implementation
 from shardmark.meter.communication import Communication
 
@@ -131,10 +132,10 @@ class Wrapper:
             found = [*uses]
         else:
             share = {i: common.choice([0.0, 0.5, 1.0, 1.0]) for i in uses}
-            nobody = not self.limits.torchs and own.random() < 0.1
+            nobody = not (self.limits.torchs or self.limits.plain) and own.random() < 0.1
             found = [] if nobody else [i for i in uses if own.random() < share[i]]
         trainable = [i for i in uses if (j := self._kind(i)) not in self.frozen and not self.setting.kinds[j].frozen]
-        if self.limits.torchs and not set(found) & set(trainable):
+        if (self.limits.torchs or self.limits.plain) and not set(found) & set(trainable):
             found = [*found, trainable[0]]
         own.shuffle(found)
         return found
@@ -187,10 +188,14 @@ class Wrapper:
                 if loss.requires_grad:
                     loss.backward(retain_graph=twice)
         if self.contexts:
-            self.wrong += [f"in no_sync(): it communicates, in {each}" for each in sent if _is_gradient(each)]
+            self.wrong += [f"in no_sync(): it communicates, in {each}" for each in sent if self._is_gradient(each)]
         for rank in range(len(self.members)):
             self._expect(event, rank, passes, 1 + twice)
         self.local, self.pending = True, not self.contexts
+
+    def _is_gradient(self, each: Communication) -> bool:
+        """Whether it may be one. torch's DDP broadcasts buffers in a forward pass, also in no_sync()."""
+        return each.dtype.is_floating_point and not (self.limits.plain and each.name == "broadcast")
 
     def _expect(self, event: Event, rank: int, passes: list[int], times: int) -> None:
         terms: dict[int, list[Tensor]] = {}
@@ -253,8 +258,8 @@ class Wrapper:
         for what, expected, found in states:
             for name, value in expected.items():
                 if name not in found or _bits(found[name]) != _bits(value):
-                    had = found[name].flatten()[:3].tolist() if name in found else "missing"
-                    wrong.append(f"the {what} {name!r} is wrong\nfound {had}, expected {value.flatten()[:3].tolist()}")
+                    how = worst_element(found[name], value.double()) if name in found else "it is missing"
+                    wrong.append(f"the {what} {name!r} is wrong: {how}")
         for i, kind in enumerate(self.setting.kinds):
             p = self.module.uses[i]
             name = next((name for name, each in self.module.named_parameters() if each is p), f"number {i}")
@@ -271,10 +276,6 @@ class Wrapper:
 
 def _narrower(own: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
     return own if wire is None or torch.finfo(wire).eps < torch.finfo(own).eps else wire
-
-
-def _is_gradient(each: Communication) -> bool:
-    return each.dtype.is_floating_point
 
 
 def _bits(tensor: Tensor) -> int:

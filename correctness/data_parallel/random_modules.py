@@ -12,7 +12,7 @@ from correctness.engine.histories import one_in
 
 SHAPES = [(), (1,), (3,), (0, 3), (4, 3), (5, 2, 3), (97,), (17, 9)]
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
-LAYOUTS = ["contiguous", "contiguous", "transposed", "strided", "in the middle of a larger one"]
+LAYOUTS = ["contiguous", "contiguous", "transposed", "in the middle of a larger one"]
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,22 @@ class Kind:
     exponent: int
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
+        layouts = " or ".join(layout for layout in dict.fromkeys(self.layouts) if layout != "contiguous")
+        return f"{str(self.dtype).removeprefix('torch.')} of shape {self.shape}{layouts and f' ({layouts})'}"
 
 
 @st.composite
-def kinds(draw: st.DrawFn, ranks: int, *, vary_strides: bool, narrow: bool) -> list[Kind]:
-    """Draw two to eight kinds; the first in each module is trainable. `narrow`: numbers that every dtype can
-    represent."""
+def kinds(draw: st.DrawFn, ranks: int, *, gaps: bool, vary_strides: bool, narrow: bool) -> list[Kind]:
+    """Draw two to eight kinds; the first in each module is trainable. `gaps`: strides may have them. `narrow`: numbers
+    that every dtype can represent."""
     found: list[Kind] = []
+    every = [*LAYOUTS, "strided"] if gaps else LAYOUTS
     for i in range(draw(st.integers(2, 8))):
         dtype = draw(st.sampled_from(DTYPES))
         largest = {torch.float64: 300, torch.float16: 6}.get(dtype, 60)
-        layouts = [draw(st.sampled_from(LAYOUTS))] * ranks
+        layouts = [draw(st.sampled_from(every))] * ranks
         if vary_strides and draw(one_in(3)):
-            layouts = [draw(st.sampled_from(LAYOUTS)) for _ in range(ranks)]
+            layouts = [draw(st.sampled_from(every)) for _ in range(ranks)]
         exponent = draw(st.sampled_from([0, 0, 1, 3] if narrow else [0, 0, 3, -largest, largest]))
         frozen = i > 1 and draw(one_in(5))
         found.append(Kind(draw(st.sampled_from(SHAPES)), dtype, (*layouts,), frozen, i % 2 == 1, exponent))

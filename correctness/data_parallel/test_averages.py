@@ -196,6 +196,7 @@ def rank_0_has_none(step: int, rank: int, like: list[Tensor]) -> Gradients:
     return [x if rank or step != 1 else None for x in normal(step, rank, like)]
 
 
+@pytest.mark.should("a rank without a backward pass counts as zero")
 def test_a_rank_without_a_backward_pass_counts_as_zero(
     implementation: Implementation, world: World, device: str
 ) -> None:

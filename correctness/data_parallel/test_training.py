@@ -30,7 +30,7 @@ def train_on_rank(
     model = wrap(implementation, module(name, dist.get_rank(), device), **options)
     finish = model.finish_gradient_synchronization
     whole_batch.train(model, adam(model.module), device, finish, accumulate=accumulate)
-    return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    return {name: tensor.cpu() for name, tensor in model.module.state_dict().items()}
 
 
 def _assert_equals_a_single_process(

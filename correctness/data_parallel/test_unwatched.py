@@ -35,6 +35,7 @@ def expected(given: Any, ranks: int) -> dict[str, Tensor]:
     return perform(lambda module: WholeBatch(module, given["x"]), given, 0)
 
 
+@pytest.mark.own_processes
 @pytest.mark.judged
 @pytest.mark.family("data_parallel")
 def test_is_right_unwatched(implementation: Implementation) -> None:

@@ -96,6 +96,11 @@ def both(implementation: Implementation, kind: Any, device: str, **options: Any)
     return wrap(implementation, make(kind, 0, device), **options), make(kind, 0, device)
 
 
+def name_in_module(name: str) -> str:
+    """The name before wrapping: FSDP1 puts a module of its own around each unit."""
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
 def full(model: Any) -> dict[str, Tensor]:
     """Gather the full parameters, on the CPU."""
     return {name: tensor.detach().cpu() for name, tensor in model.gather_full_parameters().items()}
@@ -132,7 +137,7 @@ def trained(implementation: Implementation, name: str, device: str, **options: A
     """Train one of MODULES from this rank's own weights. Return the full state under the unwrapped module's names."""
     model = wrap(implementation, module(name, dist.get_rank(), device), **options)
     train(model, adam(model), device, model.finish_gradient_synchronization)
-    buffers = {key: local(buffer).cpu() for key, buffer in model.module.named_buffers()}
+    buffers = {name_in_module(key): local(buffer).cpu() for key, buffer in model.module.named_buffers()}
     found = buffers | full(model)
     return {key: found[key] for key in module(name, 0, "cpu").state_dict()}
 

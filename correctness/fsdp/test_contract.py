@@ -19,6 +19,7 @@ from correctness.fsdp.checks import (
     gradients_as_expected,
     local,
     make,
+    name_in_module,
     on_every_rank,
     parameters_of,
     poisoned,
@@ -86,7 +87,7 @@ def test_every_rank_starts_with_rank_0s_buffers(
         implementation, make(Buffered, dist.get_rank(), device), wrap=by_type(units) if units is not None else whole
     )
     expected = dict(make(Buffered, 0, device).named_buffers())
-    found = {name.replace("_fsdp_wrapped_module.", ""): local(b) for name, b in model.module.named_buffers()}
+    found = {name_in_module(name): local(b) for name, b in model.module.named_buffers()}
     if missing := [name for name in expected if name not in found]:
         return f"the buffer {missing[0]} is gone"
     return as_expected("rank 0's buffer", found, expected, tolerance=0)

@@ -33,6 +33,7 @@ def expected(given: Any, ranks: int) -> dict[str, Tensor]:
     return perform(lambda module: WholeBatch(module, given["x"]), given, 0)
 
 
+@pytest.mark.own_processes
 @pytest.mark.judged
 @pytest.mark.family("fsdp")
 def test_is_right_unwatched(implementation: Implementation) -> None:

@@ -47,6 +47,7 @@ def expected(given: Any, ranks: int) -> dict[str, Tensor]:
     return found | {"loss after many calls": found["loss of call 0"]}
 
 
+@pytest.mark.own_processes
 @pytest.mark.judged
 @pytest.mark.family("loss")
 def test_is_right_unwatched(implementation: Implementation) -> None:

@@ -40,6 +40,7 @@ def expected(given: Any, ranks: int) -> dict[str, Tensor]:
     return perform(PlainTransformer, given, 0)
 
 
+@pytest.mark.own_processes
 @pytest.mark.judged
 @pytest.mark.family("model")
 def test_is_right_unwatched(implementation: Implementation) -> None:

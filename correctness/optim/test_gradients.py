@@ -235,12 +235,18 @@ def test_a_closure_is_evaluated_with_gradients(implementation: Implementation, d
     assert_all_near([x.double()], [torch.full_like(x, 0.9).double()], rtol=1e-6, when="after step(closure): ")
 
 
+@pytest.mark.should("step(closure) enables gradients where they are disabled")
 def test_a_closure_may_come_with_gradients_disabled(implementation: Implementation, device: str) -> None:
-    """`step(closure)` runs under `torch.no_grad()`; `step()` needs no `torch.no_grad()`, and returns None."""
     x = torch.ones(5, device=device, requires_grad=True)
     optimizer = implementation.watched([x])
     with torch.no_grad():
         optimizer.step(lambda: x.sum().backward())
+
+
+def test_a_step_needs_no_no_grad(implementation: Implementation, device: str) -> None:
+    x = torch.ones(5, device=device, requires_grad=True)
+    optimizer = implementation.watched([x])
+    x.sum().backward()
     assert optimizer.step() is None, "step() without a closure returns something"
     assert x.requires_grad and x.is_leaf, "after step() the parameter is no leaf that requires a gradient"
 

@@ -37,6 +37,7 @@ def expected(given: Any, ranks: int) -> dict[str, Tensor]:
     return perform(torch.optim.AdamW, given | wide, 0)
 
 
+@pytest.mark.own_processes
 @pytest.mark.judged
 @pytest.mark.family("optimizer")
 def test_is_right_unwatched(implementation: Implementation) -> None:

@@ -19,7 +19,7 @@ def draw(generator: torch.Generator) -> dict[str, Any]:
 
 
 def perform(target: Any, given: Any, rank: int) -> dict[str, Tensor]:
-    values = [torch.nn.Parameter(value) for value in given["values"]]
+    values = [torch.nn.Parameter(value.clone()) for value in given["values"]]
     optimizer, found = target(values, torch.optim.AdamW, lr=1e-2, weight_decay=0.1), {}
     for step in range(60):
         for p, gradient in zip(values, given["gradients"][step % 10], strict=True):
@@ -34,6 +34,7 @@ def expected(given: Any, ranks: int) -> dict[str, Tensor]:
     return perform(lambda params, optimizer_cls, **options: optimizer_cls(params, **options), given, 0)
 
 
+@pytest.mark.own_processes
 @pytest.mark.judged
 @pytest.mark.family("sharded_optimizer")
 def test_is_right_unwatched(implementation: Implementation) -> None:

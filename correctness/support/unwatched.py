@@ -119,6 +119,7 @@ def _witness(module: str, source: str, attribute: str, seed: int, ranks: int) ->
             for rank in range(ranks)
         ]
         said = [each.communicate()[1] for each in started]
+        expected, may_lack = of.expected(given, ranks), getattr(of, "may_lack", lambda given, name: False)
         for rank in range(ranks):
             path = Path(folder, f"found{rank}.pt")
             if not path.exists():
@@ -132,7 +133,6 @@ def _witness(module: str, source: str, attribute: str, seed: int, ranks: int) ->
                 found = torch.load(path)  # plain tensors alone
             except Exception as error:
                 return {"problem": f"it returns something that is no plain tensor: {error}".splitlines()[0]}
-            expected, may_lack = of.expected(given, ranks), getattr(of, "may_lack", lambda given, name: False)
             asked = {name: x for name, x in expected.items() if name in found or not may_lack(given, name)}
             if problem := _problem(found, asked):
                 return {"problem": f"rank {rank} of {ranks}: {problem}" if ranks > 1 else problem}

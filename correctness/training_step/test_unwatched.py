@@ -49,6 +49,7 @@ def expected(given: Any, ranks: int) -> dict[str, Tensor]:
     return perform(plain, given, 0)
 
 
+@pytest.mark.own_processes
 @pytest.mark.judged
 @pytest.mark.family("training_step")
 def test_is_right_unwatched(implementation: Implementation) -> None:

@@ -26,17 +26,18 @@ class DataParallelWrapper(Protocol):
       late a rank is, whatever accumulated before.
     - A gradient that a rank lacks counts as zero; if no rank has one, `.grad` is None or zeros. Frozen parameters have
       none, and tied ones one.
-    - Inside `no_sync()` gradients stay local, nothing is communicated, and they count in the next average. An error
-      ends it as the end of its block does.
+    - Inside `no_sync()` gradients stay local, are not communicated, and count in the next average. An error ends it as
+      the end of its block does.
     - Ranks outside of the process group take no part; several wrappers do not disturb one another.
     - A deleted wrapper frees its parameters. An `nn.Module`'s `parameters()`, `train()` and `eval()` reach the module.
 
     Should: ValueError, on every rank, for a module without trainable parameters and where the ranks' modules differ in
     a parameter's name, shape, dtype or `requires_grad`, naming the first; names in `state_dict` are the module's own;
-    buffers that forward changes stay each rank's own; `no_sync()` inside another ends nothing but itself, and begins
-    when it is entered; parameters may be frozen and thawed after wrapping; ranks may have other strides; a part may be
-    wrapped again in another group; frozen parameters are not communicated and tied ones once; `bucket_mb`, in MB of
-    2^20 bytes of the gradients' dtype, is the size of what is communicated at once.
+    buffers that forward changes stay each rank's own; `no_sync()` inside another ends nothing but itself, begins when
+    it is entered, and communicates no buffers either; a rank without a backward pass counts as zero; parameters may be
+    frozen and thawed after wrapping; strides may have gaps and differ between ranks; a part may be wrapped again in
+    another group; frozen parameters are not communicated and tied ones once; `bucket_mb`, in MB of 2^20 bytes of the
+    gradients' dtype, is the size of what is communicated at once.
 
     Options of some: `reduce_dtype` is the dtype of communication, by default the gradients' own. Without
     `find_unused_parameters` every backward pass must reach every parameter. The suite's own wrappers raise RuntimeError

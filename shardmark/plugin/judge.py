@@ -122,7 +122,8 @@ class Judge:
             ending: AbstractContextManager[None] = nullcontext()  # `measure` ends what it runs
         else:
             # Ranks have a deadline of their own, after which they still report where they were.
-            ending = within(deadlines.of(label) * (2 if "worlds" in pyfuncitem.fixturenames else 1))
+            seconds = deadlines.first if pyfuncitem.get_closest_marker("own_processes") else deadlines.of(label)
+            ending = within(seconds * (2 if "worlds" in pyfuncitem.fixturenames else 1))
         where, hung = None, False
         with ledger() as notes:
             try:
