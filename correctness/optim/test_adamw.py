@@ -1,11 +1,15 @@
 """Steps of AdamW against the reference: each part of the formula, then parameters of any dtype, number and size."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from correctness.optim.mistakes import mistakes
 from correctness.optim.training import (
     ARGUMENTS,
     assert_as_accurate_as_plain,
@@ -40,13 +44,24 @@ def test_weight_decay_is_apart_from_the_gradient(implementation: Implementation,
     for lr in (0.1, 0.01):
         plain, decayed = (train(implementation.watched, start, [grads], lr=lr, weight_decay=x) for x in (0.0, 0.5))
         for i, x in enumerate(start):
-            assert_near(plain[i] - decayed[i], lr * 0.5 * x, 1e-10, f"decay of parameter {i} at lr {lr}")
+            known = partial(_mistaken_decays, plain[i], x, grads[i], {"lr": lr, "weight_decay": 0.5})
+            assert_near(plain[i] - decayed[i], lr * 0.5 * x, 1e-10, f"decay of parameter {i} at lr {lr}", known)
+
+
+def _mistaken_decays(
+    plain: Tensor, start: Tensor, grad: Tensor, options: dict[str, Any]
+) -> dict[str, Callable[[], Tensor]]:
+    """The decays that mistakes have beside `plain`, the parameter after a step without decay."""
+    wrong = mistakes(start, [grad], options)
+    return {name: partial(lambda result: plain - result(), result) for name, result in wrong.items()}
 
 
 def test_eps_is_added_to_the_root(implementation: Implementation, device: str) -> None:
     start, grad = (torch.full((3,), x, dtype=torch.float64, device=device) for x in (1.0, 1e-3))
-    (found,) = train(implementation.watched, [start], [[grad]], lr=0.1, eps=3e-3, weight_decay=0.0)
-    assert_near(start - found, 0.1 * grad / (grad + 3e-3), 1e-10, "the step lr * g / (|g| + eps)")
+    options: dict[str, Any] = {"lr": 0.1, "eps": 3e-3, "weight_decay": 0.0}
+    (found,) = train(implementation.watched, [start], [[grad]], **options)
+    expected, known = start - 0.1 * grad / (grad + 3e-3), partial(mistakes, start, [grad], options)
+    assert_near(found, expected, 1e-10, "after a step of lr * g / (|g| + eps) the parameter", known)
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
