@@ -233,3 +233,14 @@ def test_gives_gradients_to_the_inputs_that_require_them(
             assert_near({f"d{name}": x.grad}, {f"d{name}": wanted[f"d{name}"]}, f"where {needed} require gradients")
         else:
             assert x.grad is None, f"{name} has a gradient and requires none"
+
+
+@pytest.mark.judged
+@pytest.mark.parametrize("many", ["queries", "keys"])
+def test_more_than_65536_of_them(implementation: Implementation, many: str, device: str) -> None:
+    """Beyond what 16 bits count, of which a blocked kernel may number its tiles or its rows."""
+    q_len, k_len = (65_600, 3) if many == "queries" else (3, 65_600)
+    inputs = random_inputs((1, q_len, 16), (1, k_len, 16), torch.float32, device)
+    eighth = [x[:, : max(3, x.shape[1] // 8)] for x in inputs]
+    skip_if_slow(implementation, lambda: results(implementation.watched, eighth, False), device)
+    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=False)

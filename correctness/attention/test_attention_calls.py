@@ -12,8 +12,10 @@ from correctness.support.contracts import (
     assert_unchanged,
     gradient_of_gradient,
     growth,
+    held_beyond_hooks,
     held_by,
     is_ours,
+    left_by,
 )
 from impl.attention import Attention, eager_attention
 from shardmark.api import Implementation, Unsupported
@@ -222,6 +224,25 @@ def test_calls_leave_nothing_behind(implementation: Implementation, device: str)
     inputs = _inputs(device, 48, 48)
     left = growth(lambda: results(implementation.watched, inputs, is_causal=True), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
+
+
+def test_a_large_call_leaves_nothing_behind(implementation: Implementation, device: str) -> None:
+    """A buffer that is kept for the next call does not grow with calls, and is as lost."""
+    small, large = _inputs(device, 16, 16), _inputs(device, 160, 160)
+    calls = [lambda x=x: results(implementation.watched, x, is_causal=True) for x in (small, large)]  # type: ignore[misc]
+    left = left_by(*calls, device)
+    assert left < 5000, f"a call of 160 queries and keys, whose results are gone, leaves {left:,} bytes behind"
+
+
+def test_hooks_of_saved_tensors_reach_all_that_is_saved(implementation: Implementation, device: str) -> None:
+    """Checkpointing and offloading save what they do by these hooks: an attribute of ctx stays where it is."""
+    q, k, v, _ = (x.requires_grad_() for x in _inputs(device, 256, 256))
+    implementation.watched(q, k, v)  # what a first call keeps for good
+    held, out = held_beyond_hooks(lambda: implementation.watched(*(x * 2 for x in (q, k, v))), device), q.nbytes
+    assert held < out + q.nbytes, (
+        f"with hooks that move what is saved for backward elsewhere, {held:,} bytes stay live between forward and "
+        f"backward, of which {out:,} are the output"
+    )
 
 
 def test_what_a_call_saves_is_freed_without_the_collector(implementation: Implementation, device: str) -> None:

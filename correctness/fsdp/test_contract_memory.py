@@ -129,6 +129,29 @@ def test_full_parameters_are_freed_after_evaluation(implementation: Implementati
     _assert_none(least(world, limits, evaluated_on_rank, implementation, device))
 
 
+def after_backward_on_rank(implementation: Implementation, device: str) -> dict[str, int]:
+    """Bytes live once backward has ended, before it is synchronized, in a second step."""
+    x = torch.ones(1, WIDTH, device=device)
+    with meter(device) as memory:
+        model = wrap(implementation, layers(device))
+        for _ in range(2):
+            model(x).square().mean().backward()
+            memory.mark(ENDED)
+            model.finish_gradient_synchronization()
+            SGDs(model).zero_grad()
+            dist.barrier()
+    return memory.phases
+
+
+ENDED = "once backward has ended"
+
+
+def test_full_gradients_are_freed_as_backward_goes(implementation: Implementation, world: World, device: str) -> None:
+    """Of one or two of six layers they may still be on their way, with those layers' parameters."""
+    limits = {ENDED: (2 / world.size + 0.7 + SLACK) * TOTAL}
+    _assert_none(least(world, limits, after_backward_on_rank, implementation, device))
+
+
 def between_on_rank(implementation: Implementation, options: dict[str, Any], device: str) -> dict[str, int]:
     """Bytes live between forward and backward of a second step."""
     x = torch.ones(1, WIDTH, device=device)

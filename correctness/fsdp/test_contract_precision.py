@@ -103,6 +103,25 @@ def test_each_model_has_its_own_compute_dtype(implementation: Implementation, de
     return wrong
 
 
+@on_every_rank
+def test_each_model_has_its_own_reduce_dtype(implementation: Implementation, device: str) -> list[str]:
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    made = [(dtype, *_float32(implementation, device, reduce_dtype=dtype)) for dtype in dtypes]
+    wrong = []
+    for dtype, model, x, y in made:
+        with recorded() as sent:
+            (model(x) - y).square().mean().backward()
+            model.finish_gradient_synchronization()
+        ranks, elements = dist.get_world_size(), sum(p.numel() for p in Wide().parameters())
+        least, found = elements * dtype.itemsize * (ranks - 1) // ranks, _nbytes(sent, dtype)
+        if sent and found < least:
+            wrong.append(
+                f"of models with reduce_dtype={dtypes}, that with {dtype} communicates {found} bytes of it, and its "
+                f"gradients are {least} at least"
+            )
+    return wrong
+
+
 def communicated_on_rank(
     implementation: Implementation, compute: torch.dtype | None, reduce: torch.dtype | None, device: str
 ) -> tuple[list[Communication], list[Communication], int]:
@@ -196,6 +215,17 @@ def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, 
         name: value - before for (name, value), before in zip(full(model).items(), gathered.values(), strict=True)
     }
     return "" if any(step.any() for step in expected_steps.values()) else "a small step of the optimizer is lost"
+
+
+@on_every_rank
+def test_gradients_of_several_passes_add_up_in_the_parameters_dtype(implementation: Implementation, device: str) -> str:
+    """Each pass's gradient is a number of bfloat16, in which they are reduced; 256.5 is none."""
+    model = wrap(implementation, nn.Linear(4, 4, bias=False).to(device), reduce_dtype=torch.bfloat16)
+    for scale in (256.0, *[0.5] * 16):
+        (model(torch.ones(1, 4, device=device)).sum() * scale).backward()
+        model.finish_gradient_synchronization()
+    found = averaged_gradients(model)["weight"]
+    return "" if (found == 264).all() else f"gradients of 256 and 16 times 0.5 add up to {found.max().item()}, not 264"
 
 
 @pytest.mark.parametrize("reduce", [None, torch.float32], ids=["reduced_in_bfloat16", "reduced_in_float32"])

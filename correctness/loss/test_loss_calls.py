@@ -16,6 +16,7 @@ from correctness.support.contracts import (
     gradient_of_gradient,
     growth,
     is_ours,
+    left_by,
 )
 from impl.loss import Loss, eager_loss
 from shardmark.api import Implementation, Unsupported
@@ -191,6 +192,22 @@ def test_calls_leave_nothing_behind(implementation: Implementation, device: str)
     inputs = random_inputs(128, 16, 64, device)
     left = growth(lambda: results(implementation.watched, inputs), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
+
+
+def test_a_large_call_leaves_nothing_behind(implementation: Implementation, device: str) -> None:
+    """A buffer that is kept for the next call does not grow with calls, and is as lost."""
+    small, large = random_inputs(16, 8, 32, device), random_inputs(300, 8, 600, device)
+    calls = [lambda x=x: results(implementation.watched, x) for x in (small, large)]  # type: ignore[misc]
+    left = left_by(*calls, device)
+    assert left < 10_000, f"a call of 300 tokens and 600 words, whose results are gone, leaves {left:,} bytes behind"
+
+
+def test_each_gradient_has_memory_of_its_own(implementation: Implementation, device: str) -> None:
+    """The weight's stays until the optimizer's step, and a view would keep the hidden states' with it."""
+    inputs = random_inputs(128, 16, 64, device)
+    for name, x in results(implementation.watched, inputs).items():
+        holds = x.untyped_storage().nbytes()
+        assert holds < 2 * x.nbytes + 1000, f"{name} of {x.nbytes:,} bytes keeps {holds:,} bytes alive"
 
 
 def test_what_a_call_saves_is_freed_without_the_collector(implementation: Implementation, device: str) -> None:

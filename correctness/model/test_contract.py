@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from correctness.model.language_models import CLOSE, CONTEXT, SIZE, assert_logits, draw, models
-from correctness.support.contracts import Note, assert_refused, skip_if_slow
+from correctness.model.language_models import CLOSE, CONTEXT, SIZE, assert_logits, copy_weights, draw, models
+from correctness.support.contracts import Note, assert_refused, left_by, skip_if_slow
 from impl.model import PlainTransformer, TransformerSize
 from shardmark.api import Implementation
 
@@ -130,6 +130,32 @@ def test_logits_have_the_parameters_dtype(implementation: Implementation, dtype:
     logits = model.to(dtype)(tokens)
     assert logits.dtype == dtype, f"logits are {logits.dtype} where the parameters are {dtype}"
     assert_logits(logits, expected, max(1e-6, 16 * torch.finfo(dtype).eps), f" in {dtype}")
+
+
+@pytest.mark.parametrize("between", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_that_was_in_half_precision_has_exact_positions(
+    implementation: Implementation, between: torch.dtype, device: str
+) -> None:
+    """Weights are rounded and stay so; what the model computes itself, such as the angles of positions, is not."""
+    model, plain = models(implementation, device, context_length=300)
+    model.to(between).to(torch.float32)
+    copy_weights(model, plain)
+    tokens = draw(device, 1, 300)
+    with torch.no_grad():
+        assert_logits(model(tokens), plain(tokens), 1e-4, f" after {str(between).removeprefix('torch.')} and back")
+
+
+def test_contexts_of_many_lengths_keep_little(implementation: Implementation, device: str) -> None:
+    """Tables for the longest context may stay; a mask for each length adds up to all memory there is."""
+    model, _ = models(implementation, device, context_length=256)
+
+    def call(*lengths: int) -> None:
+        with torch.no_grad():
+            for length in lengths:
+                model(draw(device, 1, length))
+
+    left = left_by(lambda: call(256, 255), lambda: call(*range(226, 255)), device)
+    assert left < 2 * 256 * 256, f"29 contexts of other lengths, whose logits are gone, leave {left:,} bytes behind"
 
 
 def test_positions_under_autocast_are_not_rounded_to_it(implementation: Implementation, device: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from shardmark.api import Implementation, Unsupported, error_line, family, note_unasked
@@ -195,6 +196,38 @@ def growth(call: Callable[[], Any], device: str, times: int = 4, collect: bool =
             gc.collect()
         memory.mark("after")
     return memory.phases["after"] - memory.phases["before"]
+
+
+def left_by(small: Callable[[], Any], large: Callable[[], Any], device: str) -> int:
+    """Bytes that a large call leaves behind beyond those of a small one before it, which allocates workspaces."""
+    small()
+    with meter(device) as memory:
+        small()
+        gc.collect()
+        memory.mark("before")
+        large()
+        gc.collect()
+        memory.mark("after")
+    return memory.phases["after"] - memory.phases["before"]
+
+
+def held_beyond_hooks(call: Callable[[], Any], device: str) -> int:
+    """Bytes that the call allocates and that stay live with its result, where hooks of saved tensors move to files, so
+    to say, all that is saved for backward: as checkpointing, offloading and compressing do."""
+
+    def pack(x: Tensor) -> tuple[bytes, torch.Size, torch.dtype]:
+        return x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if x.ndim else b"", x.shape, x.dtype
+
+    def unpack(packed: tuple[bytes, torch.Size, torch.dtype]) -> Tensor:
+        return torch.frombuffer(bytearray(packed[0]), dtype=packed[2]).view(packed[1]).to(device)
+
+    def collected() -> Any:
+        kept = call()
+        gc.collect()  # of what the call has dropped
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return held_by(collected, device)
 
 
 def assert_freed_at_once(call: Callable[[], Any], device: str) -> None:

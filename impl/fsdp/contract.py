@@ -62,9 +62,8 @@ class FullySharded(Protocol):
         ...
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`. All ranks call.
-
-        Returns the norm before that, as `torch.nn.utils.clip_grad_norm_` does. This method may be left out.
+        """Scale all gradients as `torch.nn.utils.clip_grad_norm_` does, by their norm over all ranks, so that it is at
+        most `max_norm`; return the norm before that. All ranks call. This method may be left out.
         """
         ...
 
