@@ -31,6 +31,21 @@ def test_training_goes_back_to_a_saved_state(implementation: Implementation, dev
     assert_all_near(run(optimizer, grads[2:]), train(AdamW, start, grads, lr=0.1))
 
 
+def test_loading_changes_nothing_of_what_is_loaded(implementation: Implementation, device: str) -> None:
+    """A caller may load it again, into another optimizer, or save it."""
+    start = tensors(device)
+    first, second = (implementation.watched(leaves(start), lr=lr) for lr in (0.1, 0.2))
+    run(first, gradients(start, 2))
+    given = first.state_dict()
+    before = copy.deepcopy(given)
+    second.load_state_dict(given)
+    assert given["param_groups"] == before["param_groups"], "load_state_dict changes the groups it is given"
+    for i, state in before["state"].items():
+        for name, value in state.items():
+            now = torch.as_tensor(given["state"][i][name])
+            assert torch.equal(now, torch.as_tensor(value)), f"load_state_dict changes {name!r} of what it is given"
+
+
 def test_loaded_hyperparameters_replace_its_own(implementation: Implementation, device: str) -> None:
     """Training goes on with the saved state and arguments, in a new optimizer with other arguments."""
     start = tensors(device)

@@ -55,6 +55,19 @@ def test_a_loaded_state_trains_on_as_if_never_saved(
     check(implementation, world, history(optimizer, Step(), Step((3,)), Reload(), Step(), Step(), Save()), device)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_goes_back_to_a_saved_state(
+    implementation: Implementation, world: World, optimizer: str, device: str
+) -> None:
+    """After more steps, which have counted on and moved the moments."""
+    check(
+        implementation,
+        world,
+        history(optimizer, Step(), Save(), Step(), Step(), Step(), Restore(), Step(), Step(), Save()),
+        device,
+    )
+
+
 def options_after_loading(implementation: Implementation, device: str) -> list[tuple[Any, ...]]:
     def make(lr: float, **options: Any) -> Any:
         a, b = parameters(device, (5,), (3,))
@@ -161,6 +174,59 @@ def test_a_state_is_loaded_as_the_optimizer_loads_it(
         device,
         partial(Beside, start=start),
     )
+
+
+def changed_by_loading(implementation: Implementation, device: str) -> str:
+    """What loading changes of the state dict that it is given, as a caller may load it again, or save it."""
+    own = parameters(device, (5,), (3, 2), (4,))
+    optimizer = implementation.watched(own, torch.optim.AdamW)
+    for step in range(2):
+        set_gradients(own, step)
+        optimizer.step()
+    given = optimizer.state_dict()
+    before = deepcopy(given)
+    optimizer.load_state_dict(given)
+    for i, state in before["state"].items():
+        for name, value in state.items():
+            now = given["state"].get(i, {}).get(name)
+            if now is None or not torch.equal(torch.as_tensor(now), torch.as_tensor(value)):
+                return f"load_state_dict changes what it is given: {name!r} of parameter {i} was {value}, and is {now}"
+    return "" if given["param_groups"] == before["param_groups"] else "load_state_dict changes the groups it is given"
+
+
+def test_loading_changes_nothing_of_what_is_loaded(implementation: Implementation, world: World, device: str) -> None:
+    for problem in world.run(changed_by_loading, implementation, device):
+        assert not problem, problem
+
+
+def move_data(implementation: Implementation, device: str) -> tuple[str, list[Tensor]]:
+    """Give parameters other memory between steps, as averaged weights are swapped in; return the error, if any."""
+    params = parameters(device, (5,), (3, 2), (4,))
+    optimizer = implementation.watched(params, torch.optim.SGD, lr=0.1)
+    line = "nothing"
+    for seed in (0, 1):
+        set_gradients(params, seed)
+        line = raised(optimizer.step)
+        for p in params:
+            p.data = p.data.clone()
+    return line, [p.detach().cpu() for p in params]
+
+
+def test_parameters_with_other_data_are_updated_or_an_error(
+    implementation: Implementation, world: World, device: str, request: pytest.FixtureRequest
+) -> None:
+    if implementation.name == "zero_redundancy":
+        request.applymarker(pytest.mark.xfail(reason="its views keep the old data: docs/pytorch-defects.md"))
+    params = parameters("cpu", (5,), (3, 2), (4,))
+    for seed in (0, 1):
+        set_gradients(params, seed)
+        torch.optim.SGD(params, lr=0.1).step()
+    ranks = world.run(move_data, implementation, device)
+    lines = {line for line, _ in ranks}
+    if lines == {"nothing"}:
+        assert_values([found for _, found in ranks], params)
+    else:
+        assert "nothing" not in lines, f"only some ranks refuse parameters whose .data is another: {lines}"
 
 
 def load_wider(make: Any, device: str) -> dict[str, Any]:

@@ -72,6 +72,32 @@ def test_a_float16_step_that_overflows_is_skipped_with_a_warning(
     assert_gradients(taken(before, values(of.model), 1.0), expected, CLOSE, "step after the skipped one")
 
 
+@pytest.mark.parametrize("bad", [None, torch.inf], ids=["finite", "overflow"])
+def test_a_group_that_the_optimizer_gets_later_is_unscaled_too(
+    implementation: Implementation, bad: float | None, device: str
+) -> None:
+    """As layers are thawed one after another; an overflow in that group alone skips the step."""
+    model = MLPLanguageModel(SIZE)
+    late = list(model.output.parameters())
+    for p in late:
+        p.requires_grad_(False)
+    of = setting(implementation, device, "float16", model, lr=1.0)
+    for p in late:
+        p.requires_grad_(True)
+    of.optimizer.add_param_group({"params": late})
+    before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
+    if bad is not None:
+        late[0].register_hook(lambda grad: torch.full_like(grad, bad))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if bad else "error")
+        of.step(of.tokens, of.targets)
+    if bad is None:
+        assert_gradients(taken(before, values(of.model), 1.0), expected, CLOSE, "float16 step")
+    else:
+        changed = [name for name, value in values(of.model).items() if not torch.equal(value, before[name])]
+        assert not changed, f"gradients of a later group are {bad}, and {changed[0]} has changed: it is not skipped"
+
+
 @pytest.mark.parametrize("most", [64, 2**-5])
 def test_the_loss_scale_falls_until_gradients_fit(implementation: Implementation, most: float, device: str) -> None:
     """`most` is the largest scale at which gradients fit; below 1 for gradients larger than float16 can hold."""
