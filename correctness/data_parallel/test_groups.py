@@ -13,7 +13,7 @@ from correctness.data_parallel.averaging import (
     wrap,
     wrong_averages,
 )
-from correctness.engine import histories
+from correctness.engine import histories_on_ranks
 from correctness.support.on_ranks import assert_nothing_wrong
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
@@ -57,7 +57,7 @@ def first_rank_and_others(implementation: Implementation, device: str) -> list[s
 
 def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:
     """Groups of even and of odd ranks; the even group takes one more step."""
-    side, group = histories.even_and_odd_ranks()
+    side, group = histories_on_ranks.even_and_odd_ranks()
     return _wrong_in(implementation, group, 2 + (side == 0), device)
 
 

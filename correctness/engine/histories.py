@@ -96,7 +96,7 @@ def report(history: History, problem: Problem) -> str:
 
 
 def told(history: History, after: int) -> list[str]:
-    """What there is before the first event, and the first `after` events, numbered."""
+    """The history's own line, and its first `after` events, numbered."""
     events = [f"{number}. {event}" for number, event in enumerate(history.events[:after], 1)]
     return [*filter(None, [str(history)]), *events]
 

@@ -147,7 +147,7 @@ ENDED = "once backward has ended"
 
 
 def test_full_gradients_are_freed_as_backward_goes(implementation: Implementation, world: World, device: str) -> None:
-    """Of one or two of six layers they may still be on their way, with those layers' parameters."""
+    """One or two of six layers may still have theirs, on the way, and full parameters."""
     limits = {ENDED: (2 / world.size + 0.7 + SLACK) * TOTAL}
     _assert_none(least(world, limits, after_backward_on_rank, implementation, device))
 

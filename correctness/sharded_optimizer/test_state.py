@@ -177,7 +177,7 @@ def test_a_state_is_loaded_as_the_optimizer_loads_it(
 
 
 def changed_by_loading(implementation: Implementation, device: str) -> str:
-    """What loading changes of the state dict that it is given, as a caller may load it again, or save it."""
+    """Compare a state dict before and after it is loaded, as a caller may load it again, or save it."""
     own = parameters(device, (5,), (3, 2), (4,))
     optimizer = implementation.watched(own, torch.optim.AdamW)
     for step in range(2):

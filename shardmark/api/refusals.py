@@ -97,7 +97,7 @@ class Ledger:
     unasked: list[str] = field(default_factory=list)
     """Parts of the check that were not asked, and why."""
     events: list[str] = field(default_factory=list)
-    """What was done before the check failed, a line an event."""
+    """Events before the failure, each in words."""
 
 
 _LEDGER: list[Ledger] = []

@@ -38,7 +38,7 @@ class Notes:
     """The user's line from which the failure came."""
     hung: bool = False
     events: tuple[str, ...] = ()
-    """What was done before it failed, a line an event."""
+    """Events before the failure, each in words."""
 
     @classmethod
     def of(cls, ledger: Ledger, where: str | None, hung: bool) -> Notes:

@@ -1,4 +1,4 @@
-"""What a wrong result is told to be: each known mistake by its name."""
+"""Errors call each known mistake by its name."""
 
 from collections.abc import Iterator
 from typing import Any
