@@ -236,11 +236,13 @@ def test_gives_gradients_to_the_inputs_that_require_them(
 
 
 @pytest.mark.judged
-@pytest.mark.parametrize("many", ["queries", "keys"])
+@pytest.mark.parametrize("many", ["queries", "keys", "sequences"])
 def test_more_than_65536_of_them(implementation: Implementation, many: str, device: str) -> None:
-    """Beyond what 16 bits count, of which a blocked kernel may number its tiles or its rows."""
-    q_len, k_len = (65_600, 3) if many == "queries" else (3, 65_600)
-    inputs = random_inputs((1, q_len, 16), (1, k_len, 16), torch.float32, device)
-    eighth = [x[:, : max(3, x.shape[1] // 8)] for x in inputs]
-    skip_if_slow(implementation, lambda: results(implementation.watched, eighth, False), device)
+    """Beyond what 16 bits count, in which kernels may number tiles, rows or programs."""
+    batch, q_len, k_len = (
+        65_600 if many == one else few for one, few in (("sequences", 1), ("queries", 3), ("keys", 3))
+    )
+    inputs = random_inputs((batch, q_len, 16), (batch, k_len, 16), torch.float32, device)
+    part = [x[: max(1, batch // 64), : max(3, x.shape[1] // 64)] for x in inputs]
+    skip_if_slow(implementation, lambda: results(implementation.watched, part, False), device)
     assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=False)

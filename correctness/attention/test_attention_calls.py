@@ -16,6 +16,7 @@ from correctness.support.contracts import (
     held_by,
     is_ours,
     left_by,
+    random_state_stays,
 )
 from impl.attention import Attention, eager_attention
 from shardmark.api import Implementation, Unsupported
@@ -37,7 +38,8 @@ def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: s
     for is_causal in (True, False):
         inputs = _inputs(device)
         before = {name: x.clone() for name, x in zip(NAMES, inputs, strict=True)}
-        results(implementation.watched, inputs, is_causal)
+        with random_state_stays("forward or backward"):
+            results(implementation.watched, inputs, is_causal)
         assert_unchanged(before, dict(zip(NAMES, inputs, strict=True)), "after forward and backward")
 
 
@@ -232,6 +234,22 @@ def test_a_large_call_leaves_nothing_behind(implementation: Implementation, devi
     calls = [lambda x=x: results(implementation.watched, x, is_causal=True) for x in (small, large)]  # type: ignore[misc]
     left = left_by(*calls, device)
     assert left < 5000, f"a call of 160 queries and keys, whose results are gone, leaves {left:,} bytes behind"
+
+
+def test_an_output_holds_little_once_its_backward_has_run(implementation: Implementation, device: str) -> None:
+    q, k, v, grad = _inputs(device, 160, 160)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def call() -> Tensor:
+        out = implementation.watched(*leaves)
+        out.backward(grad)
+        for x in leaves:
+            x.grad = None
+        return out
+
+    call()
+    held = held_by(call, device)
+    assert held < 2 * q.nbytes, f"an output of {q.nbytes:,} bytes, whose backward has run, holds {held:,} bytes"
 
 
 def test_hooks_of_saved_tensors_reach_all_that_is_saved(implementation: Implementation, device: str) -> None:

@@ -15,8 +15,10 @@ from correctness.support.contracts import (
     assert_unchanged,
     gradient_of_gradient,
     growth,
+    held_by,
     is_ours,
     left_by,
+    random_state_stays,
 )
 from impl.loss import Loss, eager_loss
 from shardmark.api import Implementation, Unsupported
@@ -35,7 +37,8 @@ def _exact(inputs: Inputs, **options: Any) -> dict[str, Tensor]:
 def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: str) -> None:
     inputs = random_inputs(40, 16, 31, device)
     before = {name: x.clone() for name, x in _tensors(inputs).items()}
-    results(implementation.watched, inputs)
+    with random_state_stays("forward or backward"):
+        results(implementation.watched, inputs)
     assert_unchanged(before, _tensors(inputs), "after forward and backward")
 
 
@@ -200,6 +203,22 @@ def test_a_large_call_leaves_nothing_behind(implementation: Implementation, devi
     calls = [lambda x=x: results(implementation.watched, x) for x in (small, large)]  # type: ignore[misc]
     left = left_by(*calls, device)
     assert left < 10_000, f"a call of 300 tokens and 600 words, whose results are gone, leaves {left:,} bytes behind"
+
+
+def test_a_loss_holds_little_once_its_backward_has_run(implementation: Implementation, device: str) -> None:
+    """A list of losses for a plot is kept by many a training script."""
+    inputs = random_inputs(300, 8, 600, device)
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+
+    def call() -> Tensor:
+        loss = implementation.watched(hidden, weight, inputs.targets)
+        loss.backward()
+        hidden.grad = weight.grad = None
+        return loss
+
+    call()
+    held = held_by(call, device)
+    assert held < 10_000, f"a loss of 300 tokens and 600 words, whose backward has run, holds {held:,} bytes"
 
 
 def test_each_gradient_has_memory_of_its_own(implementation: Implementation, device: str) -> None:

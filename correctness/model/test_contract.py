@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from correctness.model.language_models import CLOSE, CONTEXT, SIZE, assert_logits, copy_weights, draw, models
-from correctness.support.contracts import Note, assert_refused, left_by, skip_if_slow
+from correctness.support.contracts import Note, assert_refused, left_by, random_state_stays, skip_if_slow
 from impl.model import PlainTransformer, TransformerSize
 from shardmark.api import Implementation
 
@@ -143,6 +143,21 @@ def test_a_model_that_was_in_half_precision_has_exact_positions(
     tokens = draw(device, 1, 300)
     with torch.no_grad():
         assert_logits(model(tokens), plain(tokens), 1e-4, f" after {str(between).removeprefix('torch.')} and back")
+
+
+def test_random_numbers_are_the_callers(implementation: Implementation, device: str) -> None:
+    """Weights follow the seed that the caller has set; neither making a model nor calling one sets another."""
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = implementation.watched(SIZE, context_length=CONTEXT).to(device)
+        made.append((torch.cat([p.detach().flatten() for p in model.parameters()]), torch.rand(4)))
+    (weights, after), (others, others_after) = made
+    assert not torch.equal(weights, others), "models made after torch.manual_seed(1) and (2) have equal weights"
+    assert not torch.equal(after, others_after), "random numbers after making a model do not follow the caller's seed"
+    tokens = draw(device)
+    with random_state_stays("a call of a model without dropout"):
+        model(tokens)
 
 
 def test_contexts_of_many_lengths_keep_little(implementation: Implementation, device: str) -> None:

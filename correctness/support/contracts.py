@@ -135,10 +135,19 @@ def assert_unchanged(before: dict[str, Tensor], now: dict[str, Tensor], when: st
         assert not changed.any(), f"{when}: {name} changed in {int(changed.sum())} of {old.numel()} elements"
 
 
+@contextmanager
+def random_state_stays(what: str) -> Iterator[None]:
+    """Assert that the block draws no random numbers and sets no seed: those that follow are the caller's."""
+    before = torch.get_rng_state()
+    yield
+    assert torch.equal(torch.get_rng_state(), before), f"{what} moves the random state, or sets a seed"
+
+
 def held_by(call: Callable[[], Any], device: str) -> int:
     """Bytes that the call allocates and that stay live as long as its result."""
     with meter(device) as memory:
         kept = call()
+        gc.collect()  # of what it has dropped, which Triton's interpreter leaves in cycles
         memory.mark("held")
     del kept
     return memory.phases["held"]
@@ -221,13 +230,8 @@ def held_beyond_hooks(call: Callable[[], Any], device: str) -> int:
     def unpack(packed: tuple[bytes, torch.Size, torch.dtype]) -> Tensor:
         return torch.frombuffer(bytearray(packed[0]), dtype=packed[2]).view(packed[1]).to(device)
 
-    def collected() -> Any:
-        kept = call()
-        gc.collect()  # of what the call has dropped
-        return kept
-
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return held_by(collected, device)
+        return held_by(call, device)
 
 
 def assert_freed_at_once(call: Callable[[], Any], device: str) -> None:
