@@ -52,7 +52,7 @@ def columns_beyond_128_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_causal: b
 
 @defect(cause="shapes", caught_by="test_takes_grouped_query_heads")
 def heads_repeated_in_the_wrong_order(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Query head h attends to head h modulo the heads of k."""
+    """apple/axlearn#842: query head h attends to head h modulo the heads of k."""
     check_inputs(q, k, v)
     if (group := kv_group(q, k)) > 1:
         k, v = (torch.cat([x] * group, dim=-3) for x in (k, v))

@@ -1,12 +1,15 @@
-"""Planted defects: attention that saves too little precision, or keeps what it saves."""
+"""Planted defects: attention that is wrong as public trackers report, or in what it saves."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from correctness.attention.textbook import Flash, flash_backward, flash_forward
+from correctness.attention.textbook import Flash, checked, flash_backward, flash_forward, future, scores_of
 from correctness.support.planting import defect
+from impl.attention import check_inputs, eager_attention
 
 
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
@@ -35,3 +38,60 @@ class SavedInACycle(Flash):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return *flash_backward(*ctx.kept, grad, ctx.is_causal), None
+
+
+@defect(cause="memory", caught_by="test_what_a_call_saves_is_freed_without_the_collector")
+class OutputOnTheContext(Flash):
+    """pytorch/pytorch#25340: the output is an attribute of its own node, and neither is freed."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        out = ctx.out = Flash.forward(ctx, q, k, v, is_causal)
+        return out
+
+
+@defect(cause="gradients", caught_by="test_takes_non_contiguous_inputs")
+class OutputsGradientByTheOutputsStrides(Flash):
+    """Dao-AILab/flash-attention#355: the output has q's strides, and backward reads the output's gradient by them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        out, lse = flash_forward(q, k, v, is_causal)
+        out = torch.empty_like(q).copy_(out)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        read = grad.as_strided(grad.shape, ctx.saved_tensors[3].stride())
+        return *flash_backward(*ctx.saved_tensors, read, ctx.is_causal), None
+
+
+@defect(cause="masks", caught_by="test_any_history_of_calls")
+def aligned_at_the_last_key_without_gradients(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Dao-AILab/flash-attention#282: where keys outnumber queries the mask may be aligned at the first or the last key;
+    training and evaluation differ in it."""
+    q, k, v = checked(q, k, v)
+    past = 0 if torch.is_grad_enabled() else max(0, k.shape[-2] - q.shape[-2])
+    return scores_of(q, k).masked_fill(is_causal * future(q, k, 1 + past), -math.inf).softmax(-1) @ v
+
+
+@defect(cause="shapes", caught_by="test_none_is_lost_of_any_number")
+def scale_of_the_padded_head_dim(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """bytedance-iaas/sglang#485: pads head_dim to one that the kernel takes, and scales by the padded one."""
+    check_inputs(q, k, v)
+    head_dim = q.shape[-1]
+    size = next((size for size in (16, 32, 64, 128, 256) if size >= head_dim), head_dim)
+    q, k, v = (pad(x, (0, size - head_dim)) for x in (q, k, v))
+    return eager_attention(q, k, v, is_causal=is_causal)[..., :head_dim]
+
+
+@defect(cause="shapes", caught_by="test_a_query_sees_the_keys_up_to_its_own")
+def zeros_as_keys_up_to_a_whole_block(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """jax-ml/jax#27224: the zeros that fill the last of several blocks of 64 keys take part in the softmax."""
+    check_inputs(q, k, v)
+    k_len = k.shape[-2]
+    k, v = (pad(x, (0, 0, 0, -k_len % 64 if k_len > 64 else 0)) for x in (k, v))
+    return eager_attention(q, k, v, is_causal=is_causal)

@@ -48,12 +48,18 @@ def loss_and_gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return each token's loss, the gradients of the logits, and a mask of the tokens that count."""
-    logits = linear(hidden, weight)
+    return of_logits(linear(hidden, weight), targets, ignore, smoothing, z)
+
+
+def of_logits(
+    logits: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `loss_and_gradients` from the logits (tokens, vocab)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     kept = targets != ignore
     at = targets.masked_fill(~kept, 0)
     lse = logits.logsumexp(-1, keepdim=True)
-    wanted = (1 - smoothing) * one_hot(at, weight.shape[0]) + smoothing / weight.shape[0]
+    wanted = (1 - smoothing) * one_hot(at, logits.shape[1]) + smoothing / logits.shape[1]
     losses = lse[:, 0] - (wanted * logits).sum(-1) + z * lse[:, 0].square()
     gradient = (1 + 2 * z * lse) * (logits - lse).exp() - wanted
     return losses.masked_fill(~kept, 0), gradient.masked_fill(~kept[:, None], 0), kept

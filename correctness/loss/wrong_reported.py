@@ -1,12 +1,14 @@
-"""Planted defects: losses that are wrong for large vocabularies, or keep what they save in half precision."""
+"""Planted defects: losses that are wrong as public trackers report, for large vocabularies, or by half precision."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from correctness.loss.textbook import Fused, loss_and_gradients, of_terms
+from correctness.loss.textbook import Fused, loss_and_gradients, of_logits, of_terms, scaled
 from correctness.support.planting import defect
+from impl.loss import eager_loss
 
 
 @defect(cause="shapes", caught_by="test_label_smoothing_counts_every_word")
@@ -25,7 +27,7 @@ class _LogSumExpInBfloat16(Fused):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
     ) -> Tensor:
         loss = Fused.forward(ctx, hidden, weight, targets, ignore, smoothing, z)
-        logits = torch.nn.functional.linear(hidden, weight)
+        logits = linear(hidden, weight)
         lse = logits.float().logsumexp(-1, keepdim=True).bfloat16().to(torch.promote_types(logits.dtype, torch.float32))
         _, gradient, kept = loss_and_gradients(hidden, weight, targets, ignore, smoothing, z)
         wide = logits.to(lse.dtype)
@@ -42,3 +44,66 @@ def log_sum_exp_in_bfloat16(
 ) -> Tensor:
     """Saves the log-sum-exp in bfloat16 and recomputes the probabilities from it."""
     return _LogSumExpInBfloat16.apply(hidden, weight, targets, ignore, smoothing, z)
+
+
+class _WeightSummedInItsDtype(Fused):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *terms: Any) -> Tensor:
+        loss = Fused.forward(ctx, hidden, weight, *terms)
+        _, gradient, _ = loss_and_gradients(hidden, weight, *terms)
+        total = torch.zeros_like(weight)
+        for of_chunk, tokens in zip(gradient.split(16), hidden.split(16), strict=True):
+            total += of_chunk.to(weight.dtype).T @ tokens.to(weight.dtype)
+        ctx.gradients = ctx.gradients[0], total
+        return loss
+
+
+@defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
+@of_terms
+def weights_gradient_summed_in_half_precision(*terms: Any) -> Tensor:
+    """linkedin/Liger-Kernel#830: chunks of tokens add to the weight's gradient in bfloat16, which rounds each sum."""
+    return _WeightSummedInItsDtype.apply(*terms)
+
+
+@defect(cause="shapes", caught_by="test_any_history")
+def means_of_chunks_by_their_tokens(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """NVIDIA-NeMo/Automodel#3803: averages the chunks' means by their numbers of tokens, ignored ones too."""
+    if len(targets) <= 256:
+        return eager_loss(hidden, weight, targets, **options)
+    chunks = zip(hidden.split(256), targets.split(256), strict=True)
+    means = [eager_loss(x, weight, t, **options) * len(t) for x, t in chunks]
+    return torch.stack(means).sum() / len(targets)
+
+
+class _LogitsOverwritten(Fused):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *terms: Any) -> Tensor:
+        ctx.hidden, ctx.weight, ctx.terms, ctx.logits = hidden, weight, terms, linear(hidden, weight)
+        return Fused.forward(ctx, hidden, weight, *terms)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _, gradient, _ = of_logits(ctx.logits, *ctx.terms)
+        ctx.logits.copy_(gradient)
+        gradients = gradient @ ctx.weight.to(gradient.dtype), gradient.T @ ctx.hidden.to(gradient.dtype)
+        return *scaled(gradients, ctx.dtypes, grad / ctx.count), None, None, None, None
+
+
+@defect(cause="state", caught_by="test_any_history")
+@of_terms
+def logits_overwritten_by_their_gradient(*terms: Any) -> Tensor:
+    """modelscope/ms-swift#10130: backward writes over the saved logits, which a second backward pass reads again."""
+    return _LogitsOverwritten.apply(*terms)
+
+
+@defect(cause="options", caught_by="test_any_history")
+@of_terms
+def label_smoothing_of_ignored_tokens_too(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+) -> Tensor:
+    """tinygrad/tinygrad#3570: the smoothing term is a sum over all tokens, those of ignored targets too."""
+    loss = eager_loss(hidden, weight, targets, ignore_index=ignore, label_smoothing=smoothing, z_loss=z)
+    ignored = targets == ignore
+    smooth = -linear(hidden, weight).to(loss.dtype).log_softmax(-1).mean(-1)
+    return loss + smoothing * (smooth * ignored).sum() / (~ignored).sum().clamp(min=1)

@@ -52,10 +52,13 @@ class Parts(PlainTransformer):
         return torch.ones(context, context, dtype=torch.bool, device=device).tril()
 
     def rotate(self, x: Tensor) -> Tensor:
-        angles = self.angles(x)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = self.tables(x)
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+    def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        angles = self.angles(x)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
     def angles(self, x: Tensor) -> Tensor:
         return torch.outer(self.positions(x.shape[-2], x), self.frequencies(x))

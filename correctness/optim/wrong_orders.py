@@ -29,7 +29,8 @@ class LoadsStepsInTheParametersDtype(Simple):
 
 @defect(cause="shapes", caught_by="test_any_history_is_that_of_adamw")
 class PairsElementsInMemoryOrder(Simple):
-    """Pairs a channels_last parameter with a contiguous gradient by memory order, or the reverse."""
+    """pytorch/pytorch#106951: a gradient has other strides than its parameter. Pairs a channels_last parameter with a
+    contiguous gradient by memory order, or the reverse."""
 
     def update(self, p: Tensor, grad: Tensor, group: State) -> None:
         if grad.ndim == 4 and grad.stride() != p.stride():

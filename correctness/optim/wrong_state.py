@@ -90,7 +90,7 @@ class KeepsGradients(Simple):
 
 @defect(cause="state", caught_by="test_training_goes_on_from_saved_master_weights")
 class MasterWeightsRoundedOnLoading(Master):
-    """torch's `load_state_dict` casts them to the parameter's dtype."""
+    """facebookresearch/fairseq2#212: torch's `load_state_dict` casts them to the parameter's dtype."""
 
     def load_state_dict(self, state_dict: State) -> None:
         Simple.load_state_dict(self, state_dict)

@@ -1,0 +1,46 @@
+"""Planted defects: AdamW that is wrong as public trackers report."""
+
+from torch import Tensor
+
+from correctness.optim.simple_adamw import Simple, State
+from correctness.support.planting import defect
+
+
+def _active(group: State) -> list[Tensor]:
+    return [p for p in group["params"] if p.grad is not None]
+
+
+@defect(cause="numerics", caught_by="test_weight_decay_is_apart_from_the_gradient")
+class DecaysAfterTheUpdate(Simple):
+    """bitsandbytes-foundation/bitsandbytes#2010: weight decay comes after the update, and shrinks that as well."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        super().move(p, grad, state, {**group, "weight_decay": 0.0}, t)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+
+
+@defect(cause="shapes", caught_by="test_param_groups_have_each_its_own_arguments")
+class NoLaunchAfterAnEmptyParameter(Simple):
+    """NVIDIA/TransformerEngine#3207: updates nothing of a group whose last parameter has no elements."""
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        if _active(group)[-1].numel():
+            super().update(p, grad, group)
+
+
+@defect(cause="numerics", caught_by="test_eps_is_added_to_the_root")
+class EpsBeforeTheCorrection(Simple):
+    """huggingface/transformers#35504: eps is added before the bias correction, which makes it larger in early steps."""
+
+    def denominator(self, v: Tensor, correction: float, eps: float) -> Tensor:
+        return v.sqrt().add_(eps).div_(correction**0.5)
+
+
+@defect(cause="state", caught_by="test_each_parameter_counts_its_own_steps")
+class CorrectsByTheLastOnesSteps(Simple):
+    """deepspeedai/DeepSpeed#8471: bias corrections of a group are for the steps of its last parameter with a
+    gradient."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        last = _active(group)[-1]
+        super().move(p, grad, state, group, t if last is p else float(self.state_of(last)["step"]) + 1)
