@@ -1,5 +1,7 @@
 """Calls of attention are independent: nothing is shared, changed, or held longer than needed."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -231,7 +233,7 @@ def test_calls_leave_nothing_behind(implementation: Implementation, device: str)
 def test_a_large_call_leaves_nothing_behind(implementation: Implementation, device: str) -> None:
     """A buffer that is kept for the next call does not grow with calls, and is as lost."""
     small, large = _inputs(device, 16, 16), _inputs(device, 160, 160)
-    calls = [lambda x=x: results(implementation.watched, x, is_causal=True) for x in (small, large)]  # type: ignore[misc]
+    calls = [partial(results, implementation.watched, x, is_causal=True) for x in (small, large)]
     left = left_by(*calls, device)
     assert left < 5000, f"a call of 160 queries and keys, whose results are gone, leaves {left:,} bytes behind"
 

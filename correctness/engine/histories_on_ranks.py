@@ -55,9 +55,10 @@ def play_on_ranks(
         try:
             ranks = world.run(_play_on_rank, make, implementation, history, device, folder, deadline=deadline)
         except RankError as error:
-            error.after = max(_begun(folder, world.size))  # type: ignore[attr-defined]
+            begun = _begun(folder, world.size)
+            error.after = max(begun)  # type: ignore[attr-defined]
             if error.hung:
-                error.args = (f"{_where(_begun(folder, world.size))}; {error}",)
+                error.args = (f"{_where(begun)}; {error}",)
             raise
     problems = [
         Problem(problem.after, f"rank {rank} of {world.size}: {problem.what}")

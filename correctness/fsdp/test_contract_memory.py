@@ -124,36 +124,13 @@ EVALUATIONS = "after an evaluation", "after an evaluation that follows a step"
 
 
 def test_full_parameters_are_freed_after_evaluation(implementation: Implementation, world: World, device: str) -> None:
-    """One or two of six layers may stay gathered, as FSDP2's root unit does."""
+    """Two of six layers may stay whole in memory, as the root module's own parameters do in PyTorch's FSDP2."""
     limits = dict(zip(EVALUATIONS, ((share / world.size + 0.5 + SLACK) * TOTAL for share in (1, 2)), strict=True))
     _assert_none(least(world, limits, evaluated_on_rank, implementation, device))
 
 
-def after_backward_on_rank(implementation: Implementation, device: str) -> dict[str, int]:
-    """Bytes live once backward has ended, before it is synchronized, in a second step."""
-    x = torch.ones(1, WIDTH, device=device)
-    with meter(device) as memory:
-        model = wrap(implementation, layers(device))
-        for _ in range(2):
-            model(x).square().mean().backward()
-            memory.mark(ENDED)
-            model.finish_gradient_synchronization()
-            SGDs(model).zero_grad()
-            dist.barrier()
-    return memory.phases
-
-
-ENDED = "once backward has ended"
-
-
-def test_full_gradients_are_freed_as_backward_goes(implementation: Implementation, world: World, device: str) -> None:
-    """One or two of six layers may still have theirs, on the way, and full parameters."""
-    limits = {ENDED: (2 / world.size + 0.7 + SLACK) * TOTAL}
-    _assert_none(least(world, limits, after_backward_on_rank, implementation, device))
-
-
-def between_on_rank(implementation: Implementation, options: dict[str, Any], device: str) -> dict[str, int]:
-    """Bytes live between forward and backward of a second step."""
+def moments_on_rank(implementation: Implementation, options: dict[str, Any], device: str) -> dict[str, int]:
+    """Bytes live between forward and backward, and between backward and its synchronization, of a second step."""
     x = torch.ones(1, WIDTH, device=device)
     with meter(device) as memory:
         model = wrap(implementation, layers(device), **options)
@@ -161,13 +138,20 @@ def between_on_rank(implementation: Implementation, options: dict[str, Any], dev
             squares = model(x).square().mean()
             memory.mark(BETWEEN)
             squares.backward()
+            memory.mark(ENDED)
             model.finish_gradient_synchronization()
             SGDs(model).zero_grad()
             dist.barrier()
     return memory.phases
 
 
-BETWEEN = "between forward and backward"
+BETWEEN, ENDED = "between forward and backward", "once backward has ended"
+
+
+def test_full_gradients_are_freed_as_backward_goes(implementation: Implementation, world: World, device: str) -> None:
+    """Where backward ends, one or two of six layers may still have full gradients on the way, and full parameters."""
+    limits = {ENDED: (2 / world.size + 0.7 + SLACK) * TOTAL}
+    _assert_none(least(world, limits, moments_on_rank, implementation, {}, device))
 
 
 def test_full_parameters_are_freed_after_forward_where_that_is_asked_for(
@@ -177,11 +161,11 @@ def test_full_parameters_are_freed_after_forward_where_that_is_asked_for(
     option: a note."""
     freed = {BETWEEN: (1 / world.size + 0.5 + SLACK) * TOTAL}
     if not implementation.accepts("reshard_after_forward"):
-        if least(world, freed, between_on_rank, implementation, {}, device, passes=1):
+        if least(world, freed, moments_on_rank, implementation, {}, device, passes=1):
             record_property("note", "full parameters stay in memory between forward and backward")
         return
-    _assert_none(least(world, freed, between_on_rank, implementation, {"reshard_after_forward": True}, device))
-    kept = world.run(between_on_rank, implementation, {"reshard_after_forward": False}, device)
+    _assert_none(least(world, freed, moments_on_rank, implementation, {"reshard_after_forward": True}, device))
+    kept = world.run(moments_on_rank, implementation, {"reshard_after_forward": False}, device)
     found = min(phases[BETWEEN] for phases in kept)
     assert found >= 0.9 * TOTAL, (
         f"with reshard_after_forward=False a rank holds {found / TOTAL:.2f} of the model {BETWEEN}, expected all of it"

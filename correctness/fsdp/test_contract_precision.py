@@ -107,13 +107,10 @@ def test_each_model_has_its_own_compute_dtype(implementation: Implementation, de
 def test_each_model_has_its_own_reduce_dtype(implementation: Implementation, device: str) -> list[str]:
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     made = [(dtype, *_float32(implementation, device, reduce_dtype=dtype)) for dtype in dtypes]
-    wrong = []
+    wrong, elements = [], sum(p.numel() for p in Wide().parameters())
     for dtype, model, x, y in made:
-        with recorded() as sent:
-            (model(x) - y).square().mean().backward()
-            model.finish_gradient_synchronization()
-        ranks, elements = dist.get_world_size(), sum(p.numel() for p in Wide().parameters())
-        least, found = elements * dtype.itemsize * (ranks - 1) // ranks, _nbytes(sent, dtype)
+        _, sent = _communicated(model, x, y)
+        least, found = _least(elements, dtype, dist.get_world_size()), _nbytes(sent, dtype)
         if sent and found < least:
             wrong.append(
                 f"of models with reduce_dtype={dtypes}, that with {dtype} communicates {found} bytes of it, and its "
@@ -122,22 +119,31 @@ def test_each_model_has_its_own_reduce_dtype(implementation: Implementation, dev
     return wrong
 
 
-def communicated_on_rank(
-    implementation: Implementation, compute: torch.dtype | None, reduce: torch.dtype | None, device: str
-) -> tuple[list[Communication], list[Communication], int]:
-    """Messages of forward, messages of backward and synchronization, and the elements of the full gradients."""
-    model, x, y = _float32(implementation, device, compute_dtype=compute, reduce_dtype=reduce)
-    elements = sum(p.numel() for p in Wide().parameters())
+def _communicated(model: Any, x: Tensor, y: Tensor) -> tuple[list[Communication], list[Communication]]:
+    """Messages of forward, and messages of backward and synchronization."""
     with recorded() as forward:
         squares = (model(x).float() - y).square().mean()
     with recorded() as backward:
         squares.backward()
         model.finish_gradient_synchronization()
-    return forward, backward, elements
+    return forward, backward
+
+
+def communicated_on_rank(
+    implementation: Implementation, compute: torch.dtype | None, reduce: torch.dtype | None, device: str
+) -> tuple[list[Communication], list[Communication], int]:
+    """Messages of forward, messages of backward and synchronization, and the elements of the full gradients."""
+    model, x, y = _float32(implementation, device, compute_dtype=compute, reduce_dtype=reduce)
+    return *_communicated(model, x, y), sum(p.numel() for p in Wide().parameters())
 
 
 def _nbytes(sent: Sequence[Communication], dtype: torch.dtype) -> int:
     return sum(each.nbytes for each in sent if each.dtype == dtype)
+
+
+def _least(elements: int, dtype: torch.dtype, ranks: int) -> int:
+    """Bytes that must be on their way to sum so many elements over the ranks in that dtype."""
+    return elements * dtype.itemsize * (ranks - 1) // ranks
 
 
 @pytest.mark.parametrize("reduce", ["none", "float32", "bfloat16"])
@@ -157,7 +163,7 @@ def test_reduce_dtype_is_what_gradients_are_communicated_in(
             assert not other, f"without reduce_dtype there is a {other[0]}"
             continue
         wanted: torch.dtype = options[1] or torch.float32
-        least = elements * wanted.itemsize * (world.size - 1) // world.size
+        least = _least(elements, wanted, world.size)
         found = _nbytes(sent, wanted)
         assert found >= least, (
             f"with compute_dtype={compute} and reduce_dtype={reduce} the gradients are at "

@@ -1,6 +1,7 @@
 """Calls of a loss are independent: nothing is shared, changed, or held longer than needed."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -200,7 +201,7 @@ def test_calls_leave_nothing_behind(implementation: Implementation, device: str)
 def test_a_large_call_leaves_nothing_behind(implementation: Implementation, device: str) -> None:
     """A buffer that is kept for the next call does not grow with calls, and is as lost."""
     small, large = random_inputs(16, 8, 32, device), random_inputs(300, 8, 600, device)
-    calls = [lambda x=x: results(implementation.watched, x) for x in (small, large)]  # type: ignore[misc]
+    calls = [partial(results, implementation.watched, x) for x in (small, large)]
     left = left_by(*calls, device)
     assert left < 10_000, f"a call of 300 tokens and 600 words, whose results are gone, leaves {left:,} bytes behind"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from correctness.engine.histories import play
 from correctness.sharded_optimizer.events import Change, Reload, Restore, Save, Step
@@ -23,6 +23,7 @@ from correctness.sharded_optimizer.player import (
 from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
 from correctness.sharded_optimizer.training import Group, History, Training, unsharded
 from correctness.sharded_optimizer.unusual_optimizers import Counting, Wide
+from correctness.support.contracts import changed_in_state
 from shardmark.api import Implementation
 from shardmark.plugin import WorldsBySize
 from shardmark.ranks.world import World
@@ -186,17 +187,21 @@ def changed_by_loading(implementation: Implementation, device: str) -> str:
     given = optimizer.state_dict()
     before = deepcopy(given)
     optimizer.load_state_dict(given)
-    for i, state in before["state"].items():
-        for name, value in state.items():
-            now = given["state"].get(i, {}).get(name)
-            if now is None or not torch.equal(torch.as_tensor(now), torch.as_tensor(value)):
-                return f"load_state_dict changes what it is given: {name!r} of parameter {i} was {value}, and is {now}"
-    return "" if given["param_groups"] == before["param_groups"] else "load_state_dict changes the groups it is given"
+    return changed_in_state(before, given)
 
 
 def test_loading_changes_nothing_of_what_is_loaded(implementation: Implementation, world: World, device: str) -> None:
-    for problem in world.run(changed_by_loading, implementation, device):
-        assert not problem, problem
+    for changed in world.run(changed_by_loading, implementation, device):
+        assert not changed, f"load_state_dict changes what it is given: {changed}"
+
+
+def after_two_steps() -> list[nn.Parameter]:
+    """Parameters after two steps of SGD without memory of the first: with the gradients of seeds 0 and 1."""
+    params = parameters("cpu", (5,), (3, 2), (4,))
+    for seed in (0, 1):
+        set_gradients(params, seed)
+        torch.optim.SGD(params, lr=0.1).step()
+    return params
 
 
 def move_data(implementation: Implementation, device: str) -> tuple[str, list[Tensor]]:
@@ -217,14 +222,10 @@ def test_parameters_with_other_data_are_updated_or_an_error(
 ) -> None:
     if implementation.name == "zero_redundancy":
         request.applymarker(pytest.mark.xfail(reason="its views keep the old data: docs/pytorch-defects.md"))
-    params = parameters("cpu", (5,), (3, 2), (4,))
-    for seed in (0, 1):
-        set_gradients(params, seed)
-        torch.optim.SGD(params, lr=0.1).step()
     ranks = world.run(move_data, implementation, device)
     lines = {line for line, _ in ranks}
     if lines == {"nothing"}:
-        assert_values([found for _, found in ranks], params)
+        assert_values([found for _, found in ranks], after_two_steps())
     else:
         assert "nothing" not in lines, f"only some ranks refuse parameters whose .data is another: {lines}"
 
@@ -270,8 +271,4 @@ def load_twice(implementation: Implementation, device: str) -> list[Tensor]:
 
 
 def test_loading_replaces_the_state_there_was(implementation: Implementation, world: World, device: str) -> None:
-    params = parameters("cpu", (5,), (3, 2), (4,))
-    for seed in (0, 1):
-        set_gradients(params, seed)
-        torch.optim.SGD(params, lr=0.1).step()
-    assert_values(world.run(load_twice, implementation, device), params)
+    assert_values(world.run(load_twice, implementation, device), after_two_steps())

@@ -135,6 +135,16 @@ def assert_unchanged(before: dict[str, Tensor], now: dict[str, Tensor], when: st
         assert not changed.any(), f"{when}: {name} changed in {int(changed.sum())} of {old.numel()} elements"
 
 
+def changed_in_state(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Describe what of an optimizer's `state_dict()` is another than it was, or return ""."""
+    for i, state in before["state"].items():
+        for name, value in state.items():
+            new = now["state"].get(i, {}).get(name)
+            if new is None or not torch.equal(torch.as_tensor(new), torch.as_tensor(value)):
+                return f"{name!r} of parameter {i} was {value}, and is {new}"
+    return "" if now["param_groups"] == before["param_groups"] else "the groups are others"
+
+
 @contextmanager
 def random_state_stays(what: str) -> Iterator[None]:
     """Assert that the block draws no random numbers and sets no seed: those that follow are the caller's."""

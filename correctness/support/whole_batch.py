@@ -165,7 +165,7 @@ class WholeBatch(nn.Module):
         return self.module(self.x.flatten(0, 1))
 
     def finish_gradient_synchronization(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the gradients of the whole batch are there."""
 
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """Return the module's parameters, by name."""

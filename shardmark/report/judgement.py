@@ -57,7 +57,8 @@ class Notes:
         if found["call"] is not None:
             given = found["call"]["arguments"]
             found["call"] = Call(tuple((n, (tuple(v[0]), v[1]) if isinstance(v, list) else v) for n, v in given))
-        return cls(**found | {"events": tuple(found["events"])})
+        found["events"] = tuple(found["events"])
+        return cls(**found)
 
 
 def _features(saved: list[dict[str, str]]) -> tuple[Feature, ...]:
