@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 AUTOCASTS = ("bfloat16", "float16", "bfloat16, then disabled", "float16, then disabled")
 MODES = ("train", "eval", "dropout alone trains", "dropout alone evaluates", "every second block evaluates")
 AROUND = (None, None, None, "no_grad", "bfloat16", "float16", "disabled")
-CHANGES = (None, None, "weights in place", "a state_dict", "freeze the first block", "thaw all", "no mode is set")
+CHANGES = (
+    None, None, None, "weights in place", "a state_dict", "a state_dict assigned", "parameters replaced", "copied",
+    "freeze the first block", "thaw all", "no mode is set",
+)  # fmt: skip
+PLACES = ("itself", "itself", "in a tuple", "in a dict")
 LAYOUTS = ("contiguous", "contiguous", "transposed", "expanded", "another batch")
 WAYS = ("backward", "backward(inputs=some)", "grad of all", "grad of some")
 
@@ -69,10 +74,13 @@ class History:
     dtype: torch.dtype
     born: str
     """Mode of the model when the policy is applied."""
-    extra: tuple[tuple[bool, bool, bool], ...]
-    """Further arguments of the blocks. For each: passed by name, needs a gradient, is computed from a leaf."""
+    extra: tuple[tuple[bool, bool, bool, str], ...]
+    """Further arguments of the blocks. For each: passed by name, needs a gradient, is computed from a leaf, where it
+    lies (one of `PLACES`)."""
     hooks: tuple[tuple[str, bool, int], ...]
     """"pre" or "post", registered before the policy or after, index of the block. Removed before the last pass."""
+    first_waits_longest: bool
+    """Run the backwards that wait last forward first; else first forward first."""
     events: tuple[Pass, ...]
 
     def __str__(self) -> str:
@@ -103,10 +111,13 @@ HISTORIES = st.builds(
     blocks=st.sampled_from(("different", "different", "shared weights", "the same")),
     dtype=st.sampled_from((torch.float32, torch.float32, torch.float64, torch.bfloat16)),
     born=st.sampled_from(("train", "train", "eval")),
-    extra=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=3).map(tuple),
+    extra=st.lists(
+        st.tuples(st.booleans(), st.booleans(), st.booleans(), st.sampled_from(PLACES)), max_size=3
+    ).map(tuple),
     hooks=st.lists(
         st.tuples(st.sampled_from(("pre", "post")), st.booleans(), st.integers(0, 4)), max_size=2
     ).map(tuple),
+    first_waits_longest=st.booleans(),
     events=st.lists(PASSES, min_size=1, max_size=3).map(tuple),
 )  # fmt: skip
 
@@ -139,7 +150,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, flag: bool = False, **kwargs: Any) -> Tensor:
         hidden = nn.functional.gelu(self.up(x))
-        for each in (*args, *kwargs.values()):
+        for each in tree_leaves([args, kwargs]):
             hidden = hidden * each if isinstance(each, Tensor) else hidden
         return self.down(self.part(hidden)) + (x if flag else 0)
 

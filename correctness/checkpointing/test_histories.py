@@ -5,6 +5,7 @@ Hypothesis draws blocks, their arguments, hooks, modes, autocast and how gradien
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -46,14 +47,13 @@ def _results(policy: Any, history: History, device: str) -> list[Result]:
     for i, p in enumerate(model.parameters()):
         p.requires_grad_(not (history.frozen and i % history.frozen == 0))
     leaves = {"the input": torch.randn(6, 8, device=device, dtype=history.dtype, requires_grad=history.x_needs_grad)}
-    for i, (by_name, needs, _) in enumerate(history.extra):
-        name = f"argument {i}{' by name' if by_name else ''}"
+    for i, (by_name, needs, _, place) in enumerate(history.extra):
+        name = f"argument {i}{' by name' if by_name else ''}{'' if place == 'itself' else f' {place}'}"
         leaves[name] = torch.rand(6, 1, device=device, dtype=history.dtype, requires_grad=needs)
     handles = _hooked(model, history, before=True)
     first = model.blocks[0]
     model = policy(model.train(history.born == "train"))
     handles += _hooked(model, history, before=False)
-    named = {**leaves, **dict(model.named_parameters())}
     found: list[Result] = []
     waiting: list[tuple[int, Pass, Tensor]] = []
     for number, each in enumerate(history.events, 1):
@@ -62,7 +62,8 @@ def _results(policy: Any, history: History, device: str) -> list[Result]:
             for handle in handles:
                 handle.remove()
         if not waiting:
-            _change(model, first, each)
+            model, first = _changed(model, first, history, each)
+        named = {**leaves, **dict(model.named_parameters())}
         with ExitStack() as stack:
             if each.autocast:
                 dtype = getattr(torch, each.autocast.split(",")[0])
@@ -78,28 +79,36 @@ def _results(policy: Any, history: History, device: str) -> list[Result]:
         elif output.requires_grad and (each.waits or not each.backward_inside):
             found += _backward(number, each, output, named, device)
             while waiting:
-                found += _backward(*waiting.pop(), named, device)
+                found += _backward(*waiting.pop(-history.first_waits_longest), named, device)
         del output
         found.append((number, "what is drawn afterwards", torch.rand(3, device=device)))
     while waiting:
-        found += _backward(*waiting.pop(), named, device)
+        found += _backward(*waiting.pop(-history.first_waits_longest), named, device)
     return found
 
 
-def _change(model: Model, first: nn.Module, each: Pass) -> None:
-    """Change weights or frozen parameters as the pass says, then set the mode of each submodule."""
+def _changed(model: Model, first: nn.Module, history: History, each: Pass) -> tuple[Model, nn.Module]:
+    """Change the model as the pass says, then set the mode of each submodule; return the model that goes on and its
+    first block."""
     if each.change == "freeze the first block":
         first.requires_grad_(False)
     elif each.change == "thaw all":
         model.requires_grad_(True)
-    elif each.change == "a state_dict":
-        model.load_state_dict({name: x * 0.9 for name, x in model.state_dict().items()})
+    elif each.change in ("a state_dict", "a state_dict assigned"):
+        assign = each.change == "a state_dict assigned"
+        model.load_state_dict({name: x * 0.9 for name, x in model.state_dict().items()}, assign=assign)
+    elif each.change == "parameters replaced":
+        for module in model.modules():
+            for name, p in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(p.detach() * 0.9, requires_grad=p.requires_grad))
+    elif each.change == "copied" and not history.hooks:  # a copied hook has no handle to remove it by
+        old, model = model, copy.deepcopy(model)
+        first = next(iter(model.blocks._modules.values()))
+        _scale(old)
     elif each.change == "weights in place":
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.9)
+        _scale(model)
     if each.change == "no mode is set":
-        return
+        return model, first
     model.train(each.mode in ("train", "dropout alone evaluates", "every second block evaluates"))
     for module in model.modules():
         if isinstance(module, DROPOUTS) and "alone" in each.mode:
@@ -107,13 +116,21 @@ def _change(model: Model, first: nn.Module, each: Pass) -> None:
     if "second" in each.mode:
         for block in list(model.blocks._modules.values())[1::2]:
             block.eval()
+    return model, first
+
+
+@torch.no_grad()
+def _scale(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.mul_(0.9)
 
 
 def _forward(model: Model, history: History, each: Pass, leaves: dict[str, Tensor], device: str) -> Tensor:
     tensors = [
-        leaf * 2 if made else leaf for leaf, (_, _, made) in zip(list(leaves.values())[1:], history.extra, strict=True)
+        _placed(leaf * 2 if made else leaf, place)
+        for leaf, (_, _, made, place) in zip(list(leaves.values())[1:], history.extra, strict=True)
     ]
-    args = [t for t, (by_name, _, _) in zip(tensors, history.extra, strict=True) if not by_name]
+    args = [t for t, (by_name, *_) in zip(tensors, history.extra, strict=True) if not by_name]
     kwargs = {f"k{i}": t for i, (t, e) in enumerate(zip(tensors, history.extra, strict=True)) if e[0]}
     kwargs |= {"flag": True} if history.extra else {}
     x = leaves["the input"]
@@ -137,6 +154,10 @@ def _forward(model: Model, history: History, each: Pass, leaves: dict[str, Tenso
             if history.extra:
                 raise Refused(f"{type(error).__name__}: {error}") from error
             raise
+
+
+def _placed(x: Tensor, place: str) -> Any:
+    return {"itself": x, "in a tuple": (None, x), "in a dict": {"scale": x, "name": "a"}}[place]
 
 
 def _backward(number: int, each: Pass, output: Tensor, named: dict[str, Tensor], device: str) -> list[Result]:

@@ -111,6 +111,8 @@ def _in_mode(policy: Policy, mode: str, frozen: str, device: str) -> dict[str, i
     model.train(mode == "train")
     tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
     with meter(device) as memory:
+        with torch.no_grad():
+            model(tokens)  # an evaluation before training: the first call decides nothing
         loss_of(model, tokens).backward()  # the libraries' workspaces are there from now on
         model.zero_grad()
         memory.mark("before")

@@ -91,7 +91,8 @@ def small_numbers() -> st.SearchStrategy[int]:
 def histories(draw: st.DrawFn, ranks: int, mixed: bool) -> History:
     order, everyone, cut = draw(st.permutations(range(ranks))), tuple(range(ranks)), draw(st.integers(1, ranks))
     groups = [(everyone, 0), (everyone, 1)]
-    groups += [(tuple(sorted(part)), 0) for part in (order[:cut], order[cut:]) if part and len(part) < ranks]
+    groups += [(tuple(part), 0) for part in (order[:cut], order[cut:]) if part and len(part) < ranks]
+    groups += [(tuple(order), 2)]
     numbers = count(1)
 
     def start(asynchronous: bool) -> Start:
@@ -125,7 +126,7 @@ class Waiting:
         self.rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
         runs = [event.starts for event in history.events if isinstance(event, Starts)]
         keys = sorted({(start.ranks, start.which) for starts in runs for start in starts})
-        self.groups = {key: dist.new_group([*key[0]]) for key in keys if key != (everyone, 0)}
+        self.groups = {key: dist.new_group([*key[0]], sort_ranks=False) for key in keys if key != (everyone, 0)}
         self.under_way: list[tuple[Start, Call, Any]] = []
         self.waited: list[tuple[Start, Call, Any]] = []
         self.order: list[str] = []

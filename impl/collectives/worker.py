@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -73,6 +74,7 @@ def _end(thread: threading.Thread, queue: SimpleQueue[tuple[Job, WorkerHandle] |
         thread.join(AT_EXIT)  # a thread that returns from C++ while the interpreter shuts down aborts the process
 
 
+@torch.inference_mode()  # which is a thread's own: the caller's tensors may be those of inference mode, or others
 def _serve(queue: SimpleQueue[tuple[Job, WorkerHandle] | None]) -> None:
     while (entry := queue.get()) is not None:
         job, handle = entry

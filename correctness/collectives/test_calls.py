@@ -1,0 +1,107 @@
+"""What is around a call: modes of autograd, and memory that stays for calls of many sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from correctness.collectives.summing import Call, small_integers
+from correctness.support.contracts import Note, is_ours
+from correctness.support.metering import device_of_rank
+from correctness.support.on_ranks import assert_nothing_wrong, on_every_rank
+from impl.collectives.cases import COLLECTIVES
+from shardmark.api import Implementation, Unsupported
+from shardmark.meter.memory import meter
+from shardmark.ranks.world import World
+
+pytestmark = pytest.mark.family("collectives")
+
+SIZES = range(40_000, 72_000, 1_000)
+
+
+def around_inference_mode(implementation: Implementation, device: str) -> tuple[list[str], list[str]]:
+    """Call each collective in inference mode, as an evaluation does, and outside of it afterwards; return the errors
+    inside, and what is wrong."""
+    refused, wrong = [], []
+    for name in COLLECTIVES:
+        for elements, async_op in ((97, False), (300_007, True)):
+            with torch.inference_mode():
+                call = Call(name, small_integers(torch.float32), elements, device)
+                try:
+                    handle = call.start(implementation.watched, async_op)
+                    if async_op:
+                        handle.wait()
+                except Unsupported:
+                    raise
+                except RuntimeError as error:
+                    refused.append(f"{name} in inference mode: {error}".splitlines()[0])
+                else:
+                    wrong += [f"in inference mode, {line}" for line in call.wrong()]
+            call = Call(name, small_integers(torch.float32), elements, device)
+            try:
+                call.start(implementation.watched)
+            except RuntimeError as error:
+                wrong.append(f"after a call in inference mode, {call} is an error: {error}".splitlines()[0])
+            else:
+                wrong += [f"after a call in inference mode, {line}" for line in call.wrong()]
+    return refused, wrong
+
+
+def _assert_right(implementation: Implementation, ranks: Sequence[tuple[list[str], list[str]]], note: Note) -> None:
+    """Fail for what is wrong on any rank; note what was refused, as PyTorch's own may, and ours may not."""
+    assert_nothing_wrong([wrong for _, wrong in ranks])
+    for refused in ranks[0][0]:
+        assert not is_ours(implementation) or implementation.name == "backend", refused
+        note("note", refused)
+
+
+def test_inference_mode_is_forgotten(
+    implementation: Implementation, world: World, device: str, record_property: Note
+) -> None:
+    _assert_right(implementation, world.run(around_inference_mode, implementation, device), record_property)
+
+
+def of_parameters(implementation: Implementation, device: str) -> tuple[list[str], list[str]]:
+    """Call with an input that requires a gradient; return what is an error, and what is wrong."""
+    refused, wrong = [], []
+    for name in ("reduce_scatter", "all_gather"):
+        call = Call(name, small_integers(torch.float32), 97, device)
+        output, input = call.tensors
+        try:
+            getattr(implementation.watched, name)(output, nn.Parameter(input))
+        except RuntimeError as error:
+            refused.append(f"{name} of a parameter: {error}".splitlines()[0])
+            continue
+        if output.requires_grad:
+            wrong.append(f"{name} of a parameter gives an output with {output.grad_fn}: autograd follows it")
+        wrong += call.wrong()
+    return refused, wrong
+
+
+@pytest.mark.should("results of parameters require no gradient")
+def test_results_of_parameters_require_no_gradient(
+    implementation: Implementation, world: World, device: str, record_property: Note
+) -> None:
+    """FSDP gathers from parameters: a result that autograd follows would keep every gathered copy."""
+    _assert_right(implementation, world.run(of_parameters, implementation, device), record_property)
+
+
+@on_every_rank
+def test_memory_does_not_grow_with_the_sizes(implementation: Implementation, device: str) -> list[str]:
+    """Batches and sequences have many lengths: buffers that are kept for each size add up."""
+    wrong = []
+    for name in COLLECTIVES:
+        with meter(device_of_rank()) as memory:
+            for elements in SIZES:
+                call = Call(name, small_integers(torch.float32), elements, device)
+                call.start(implementation.watched)
+                largest = sum(tensor.nbytes for tensor in call.tensors)
+                del call
+                memory.mark("first" if elements == SIZES[0] else "last")
+        grown = memory.phases["last"] - memory.phases["first"]
+        if grown > 4 * largest:
+            wrong.append(f"{len(SIZES)} calls of {name}, each of another size, leave {grown:,} bytes behind")
+    return wrong
