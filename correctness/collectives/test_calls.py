@@ -1,4 +1,4 @@
-"""What is around a call: modes of autograd, and memory that stays for calls of many sizes."""
+"""Modes of autograd around a call, and memory that stays after calls of many sizes."""
 
 from __future__ import annotations
 

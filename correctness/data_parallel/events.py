@@ -142,7 +142,7 @@ def histories(draw: st.DrawFn, ranks: int, accepted: list[str], limits: Limits) 
 
 def _possible(state: State, setting: Setting, limits: Limits) -> list[str]:
     """List the events possible now; between a backward outside `no_sync` and FINISH none may change a gradient."""
-    harmless = ["train", "eval", "eval on one rank", "forward in no_grad", "state_dict()"]
+    harmless = ["train", "eval", "eval on one rank", "forward in no_grad", "forward in inference_mode", "state_dict()"]
     harmless += ["make no_sync()"] * (not limits.plain)
     deepest = 1 if limits.plain else DEPTH
     if state.backward_outside:

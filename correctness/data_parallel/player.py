@@ -94,8 +94,8 @@ class Wrapper:
         elif name == "exit by an error":
             if self.contexts.pop().__exit__(ExpectedError, ExpectedError(), None):
                 self.wrong.append("no_sync() swallows an error")
-        elif name == "forward in no_grad":
-            with torch.no_grad():
+        elif name in ("forward in no_grad", "forward in inference_mode"):
+            with torch.no_grad() if name == "forward in no_grad" else torch.inference_mode():
                 self._forward(event, self.here)
         elif name == "forward without backward":
             self._forward(event, self.here)

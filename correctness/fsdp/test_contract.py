@@ -28,6 +28,7 @@ from correctness.fsdp.checks import (
     whole_backward,
     wrap,
 )
+from correctness.support.contracts import random_state_stays
 from correctness.support.own_model import OWN, Trained, assert_as_in_one_process, own_model, train
 from correctness.support.whole_batch import (
     DIM,
@@ -53,6 +54,15 @@ def test_every_rank_starts_from_rank_0s_parameters(
 ) -> str:
     model = wrap(implementation, make(kind, dist.get_rank(), device), wrap=whole)
     return as_expected("rank 0's", full(model), parameters_of(make(kind, 0, device)), tolerance=0)
+
+
+@on_every_rank
+def test_the_random_state_is_the_callers(implementation: Implementation, device: str) -> str:
+    """Ranks seed their data and their dropout differently, before they wrap a module."""
+    module = make(Odd, 0, device)
+    with random_state_stays("wrapping a module"):
+        wrap(implementation, module)
+    return ""
 
 
 class Table(nn.Module):

@@ -32,6 +32,13 @@ def one_layer(device: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, LAYERS * WIDTH)).to(device)
 
 
+def frozen_between(device: str) -> nn.Sequential:
+    """Layers of which two in the middle are frozen: no gradient says that backward is done with them."""
+    model = layers(device)
+    model[2:4].requires_grad_(False)
+    return model
+
+
 def elements_on_rank(implementation: Implementation, device: str) -> int:
     model = wrap(implementation, layers(device))
     return sum(local(parameter).numel() for parameter in model.parameters())
@@ -96,7 +103,7 @@ def test_each_rank_stores_its_share(implementation: Implementation, world: World
     _assert_none(least(world, limits, held_on_rank, implementation, layers, device))
 
 
-@pytest.mark.parametrize("make", [layers, one_layer])
+@pytest.mark.parametrize("make", [layers, one_layer, frozen_between])
 def test_after_a_step_only_shards_are_left(
     implementation: Implementation, world: World, make: Callable[[str], nn.Module], device: str
 ) -> None:

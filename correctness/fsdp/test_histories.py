@@ -93,13 +93,13 @@ def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
         nonlocal waiting, unsynchronized, used
         waiting += {"forward": 1, "backward": -1, "step": -waiting, "load": -waiting}.get(kind, 0)
         unsynchronized = kind == "backward" or (unsynchronized and kind != "finish")
-        used = kind in ("forward", "evaluate") or (used and kind != "backward")
+        used = kind in ("forward", "evaluate", "infer") or (used and kind != "backward")
         return Event(kind, draw(st.integers(0, 1023)) if kind in ("forward", "backward") else 0)
 
     def following() -> Event:
         """Draw the next event. PyTorch's FSDP keeps what a call gathered until the next backward, so that backward must
         come before the weights change; and it takes one forward at a time."""
-        kinds = ["evaluate", "switch_mode"] + ["forward"] * 2 * (waiting < (1 if of.of_torch else 2))
+        kinds = ["evaluate", "infer", "switch_mode"] + ["forward"] * 2 * (waiting < (1 if of.of_torch else 2))
         kinds += ["backward"] * 3 * bool(waiting) + ["finish"] * 2 * unsynchronized
         if not (of.of_torch and (waiting or used)):
             kinds += ["gather"]
@@ -223,11 +223,15 @@ class Beside:
         self.plain.train(training)
         self.model.module.train(training)
 
-    def evaluate(self) -> str:
+    def evaluate(self, inference: bool = False) -> str:
         rows = Rows.of(99, self.ranks, self.device)
-        with torch.no_grad():
+        with torch.inference_mode() if inference else torch.no_grad():
             found, expected = (rows.loss(model, {0, 1}) for model in (self.model, self.plain))
         return as_expected("without gradients, the", {"loss": found}, {"loss": expected}, self.tolerance)
+
+    def infer(self) -> str:
+        """Evaluate in inference mode."""
+        return self.evaluate(inference=True)
 
     def gather(self) -> str:
         return as_expected("the gathered", full(self.model), parameters_of(self.plain), self.tolerance)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from correctness.support.contracts import random_state_stays
 from correctness.training_step.stepping import SIZE, batch, setting, values
 from impl.model.mlp import MLPLanguageModel
 from impl.precision import PRECISIONS
@@ -47,6 +48,23 @@ def test_parameters_keep_their_dtype_and_their_place(
     assert torch.equal(of.tokens, inputs[0]) and torch.equal(of.targets, inputs[1]), "the batch has changed"
     assert not torch.is_autocast_enabled(device), "autocast is still on after the step"
     assert torch.get_float32_matmul_precision() == products, "the precision of all float32 products has changed"
+
+
+def test_hooks_of_parameters_see_their_gradients(implementation: Implementation, device: str) -> None:
+    """Data-parallel wrappers wait for gradients in such hooks, and some optimizers step in them."""
+    of = setting(implementation, device)
+    ready: dict[str, bool] = {}
+    for name, p in of.model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: ready.update({name: p.grad is not None}))
+    of.step.backward(of.step.forward(of.tokens, of.targets))
+    for name, _ in of.model.named_parameters():
+        assert ready.get(name), f"backward has no gradient for {name} when its hook runs, or does not run it"
+
+
+def test_the_random_state_is_the_callers(implementation: Implementation, device: str) -> None:
+    of = setting(implementation, device, lr=0.1)
+    with random_state_stays("a step of a model without dropout"):
+        of.step(of.tokens, of.targets)
 
 
 @pytest.mark.should("`mark` is called as each part ends")

@@ -19,7 +19,8 @@ class DataParallelWrapper(Protocol):
 
     Must:
 
-    - Wrapping gives every rank of the process group the parameters and buffers of the group's first rank, bit for bit.
+    - Wrapping gives every rank of the process group the parameters and buffers of the group's first rank, bit for bit,
+      and draws no random numbers.
     - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
       parameter's `.grad` is the average over the group's ranks of what backward passes added to it, in its shape and
       dtype, as exact as that dtype allows, and bitwise equal on every rank: in whatever order gradients arrive, however

@@ -25,12 +25,13 @@ class FullySharded(Protocol):
     - Wrapping gives every rank the parameters and buffers of the group's first rank. `parameters()` are then this
       rank's shards, in the parameters' own dtype, for any optimizer; some may be empty. Modules keep their classes.
     - A call is the module's own: arguments, hooks, outputs (in tuples, lists and dicts too, of which a loss may use
-      any), gradients of inputs.
+      any), gradients of inputs. Wrapping draws no random numbers.
     - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
       shard's `.grad`, of its shape and dtype, is this rank's part of the average over the ranks. A gradient missing on
       a rank counts as zero; one missing on all is zero or None. Gradients add up until they are set to None. Frozen
       parameters have none; tied ones stay one.
-    - Several forwards may precede their backwards, a forward may have no backward, and evaluation may come at any time.
+    - Several forwards may precede their backwards, a forward may have no backward, and evaluation may come at any time,
+      in inference mode too.
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
       is left, and after an evaluation little more. Ranks outside of the group take no part; several models do not
       disturb one another.
