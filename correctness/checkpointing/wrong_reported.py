@@ -126,3 +126,31 @@ def recomputed_until_the_loss_is_freed(model: nn.Module) -> nn.Module:
 def recomputed_with_its_graph(model: nn.Module) -> nn.Module:
     """pytorch/pytorch#82776: stores what it recomputed with its graph, whose hooks refer to the store: a cycle."""
     return in_frames(model, lambda tensor: tensor)
+
+
+class _OfTheInput(torch.autograd.Function):
+    """Runs a block without a graph, and in backward again, for the gradient of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Forward, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.run = run
+        ctx.save_for_backward(x)
+        output: Tensor = run(x)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.run(x)
+        return None, torch.autograd.grad(output, x, grad)[0]
+
+
+@defect(cause="gradients", caught_by="test_gradients_are_bitwise_those_without")
+def of_the_input_alone(model: nn.Module) -> nn.Module:
+    """ooples/AiDotNet.Tensors#643: backward differentiates the block by its input; its parameters get no gradient."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        return lambda x, *args, **kwargs: _OfTheInput.apply(lambda y: forward(y, *args, **kwargs), x)
+
+    return wrapped(model, wrap)

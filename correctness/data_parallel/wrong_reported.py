@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class AveragesOnceUntilGradientsAreFreed(Plain):
 
 @defect(cause="gradients", caught_by="test_a_gradient_that_a_rank_does_not_have")
 class LeavesNoneWhereItHadNone(Plain):
-    """pytorch/pytorch#174862: a rank whose loss did not reach a parameter sends zeros, and does not take the result."""
+    """deepspeedai/DeepSpeed#316: a rank whose loss did not reach a parameter sends zeros, and drops the result."""
 
     def average(self, parameters: list[nn.Parameter]) -> None:
         missing = [p for p in parameters if p.grad is None]
@@ -125,3 +126,18 @@ class RebuildingLosesGradients(BucketedDataParallel):
             p.grad = None
         self.lost = self._order_is_known
         return super().forward(*args, **kwargs)
+
+
+@defect(cause="communication", caught_by="test_any_history")
+class StopsAtAFrozenParameter(Overlapped):
+    """pytorch/pytorch#14675: frozen parameters take part in the order, never are ready, and all after them wait."""
+
+    def start(self) -> None:
+        super().start()
+        self.order = [*self.module.parameters()][::-1]
+
+    def finish_gradient_synchronization(self) -> None:
+        order = self.order
+        self.order = [*takewhile(lambda p: p.requires_grad, order)]
+        super().finish_gradient_synchronization()
+        self.order = order
