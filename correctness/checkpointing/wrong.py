@@ -81,18 +81,19 @@ def keeps_inputs(model: nn.Module) -> nn.Module:
 
 @defect(cause="state", caught_by="test_dropout_drops_the_same_again")
 def other_random_numbers(model: nn.Module) -> nn.Module:
+    """allenai/OLMo-core#828, pytorch/xla#4690: backward draws new random numbers."""
     return wrapped(model, lambda forward, block: recomputed(forward, preserve_rng_state=False))
 
 
 @defect(cause="gradients", caught_by="test_any_history")
 def reentrant(model: nn.Module) -> nn.Module:
-    """If no input needs a gradient, autograd treats the block as a constant."""
+    """ai2cm/ace#1493, pytorch/pytorch#7617: if no input needs a gradient, autograd treats the block as a constant."""
     return wrapped(model, lambda forward, block: recomputed(forward, use_reentrant=True))
 
 
 @defect(cause="state", caught_by="test_any_history")
 def random_state_left_behind(model: nn.Module) -> nn.Module:
-    """Backward sets the random state of forward, and leaves it there."""
+    """pytorch/pytorch#14253: backward changes the random state: it sets that of forward, and leaves it there."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,7 @@ def random_state_left_behind(model: nn.Module) -> nn.Module:
 
 @defect(cause="numerics", caught_by="test_gradients_under_autocast")
 def autocast_forgotten(model: nn.Module) -> nn.Module:
-    """The recomputation runs without autocast."""
+    """NVIDIA/TransformerEngine#787, pytorch/pytorch#148831: the recomputation runs without autocast."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -170,7 +171,7 @@ def of_copies(model: nn.Module) -> nn.Module:
 
 @defect(cause="state", caught_by="the contract's check")
 def in_wrappers(model: nn.Module) -> nn.Module:
-    """Wrappers put their own name into the parameters' names."""
+    """pytorch/pytorch#80089: wrappers put their own name into the parameters' names."""
 
     class Wrapper(nn.Module):
         def __init__(self, block: nn.Module) -> None:
@@ -202,7 +203,7 @@ def silent_without_blocks(model: nn.Module) -> nn.Module:
 
 @defect(cause="errors", caught_by="test_a_second_policy_is_refused")
 def again_and_again(model: nn.Module) -> nn.Module:
-    """Each application recomputes more, without an error."""
+    """meta-llama/llama-cookbook#740: each application recomputes more, without an error."""
     for block in getattr(model, "blocks", ()):
         vars(block).setdefault("forward", recomputed(block.forward))
     return wrapped(nn.Module(), recomputed) if not getattr(model, "blocks", None) else model
@@ -210,7 +211,7 @@ def again_and_again(model: nn.Module) -> nn.Module:
 
 @defect(cause="memory", caught_by="test_it_saves_in_each_mode")
 def only_in_training(model: nn.Module) -> nn.Module:
-    """Saves everything in eval mode."""
+    """huggingface/diffusers#9850: saves everything in eval mode."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         run = recomputed(forward)
@@ -249,7 +250,7 @@ def dropout_among_children(model: nn.Module) -> nn.Module:
 
 @defect(cause="gradients", caught_by="test_any_history")
 def keywords_detached(model: nn.Module) -> nn.Module:
-    """Tensors passed by keyword get no gradient."""
+    """unslothai/unsloth-zoo#1038: tensors passed by keyword get no gradient."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:

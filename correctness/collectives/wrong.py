@@ -55,7 +55,7 @@ class DoublesOnTwoRanks(Plain):
 
 @defect(cause="shapes", caught_by="test_results_are_those_done_by_hand")
 class LosesTheRemainder(Plain):
-    """Cuts into one equal part per rank, and drops the remainder."""
+    """hw-native-sys/pypto#1942: cuts into one equal part per rank, and drops the remainder."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         ranks = dist.get_world_size(group)
@@ -139,6 +139,8 @@ class Bfloat16ThroughFloat16(Detour):
 
 @defect(cause="numerics", caught_by="test_sums_are_as_exact_as_the_dtype")
 class IntegersThroughFloats(Detour):
+    """PaddlePaddle/PaddleFleet#1761: sums counts as float32, which has no integers of more than 24 bits."""
+
     through: ClassVar = {torch.int64: torch.float64, torch.int32: torch.float32}
 
 
@@ -155,7 +157,7 @@ class AddsItsOwnFirst(Plain):
 
 @defect(cause="world size", caught_by="test_every_rank_has_the_same_sum_to_the_bit")
 class OneShotOwnFirst(AddsItsOwnFirst):
-    """Adds its own part of small tensors first: right on two ranks, where the order does not matter."""
+    """pytorch/pytorch#129501: adds its own part of small tensors first: right on two ranks, where no order matters."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         if tensor.numel() > 2**16:
@@ -185,7 +187,7 @@ class IgnoresTheGroup(Plain):
 
 @defect(cause="subgroup", caught_by="test_groups_side_by_side")
 class TakesTheWorldsRank(Plain):
-    """Places this rank's part by its rank in the world, not in the group."""
+    """pytorch/pytorch#130515: takes its rank in the world for that in the group, here to place its part."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         total = input.clone()
@@ -197,7 +199,7 @@ class TakesTheWorldsRank(Plain):
 
 @defect(cause="subgroup", caught_by="test_groups_side_by_side")
 class BroadcastsFromRank0(Plain):
-    """Reduces to global rank 0 and broadcasts from there."""
+    """meta-pytorch/torchrec#4601, flashinfer-ai/flashinfer#3418: takes the group's rank 0 for the world's rank 0."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         dist.reduce(tensor, 0, group=group)
@@ -209,6 +211,8 @@ class BroadcastsFromRank0(Plain):
 
 @defect(cause="communication", caught_by="test_results_are_those_done_by_hand")
 class OverwritesItsInput(Plain):
+    """faasm/faabric#195, llnl/Aluminum#110: adds up in the caller's input."""
+
     def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         super().all_reduce(input, group)
         ranks = dist.get_world_size(group)
@@ -227,7 +231,7 @@ class ClearsItsOutputFirst(Plain):
 
 @defect(cause="communication", caught_by="test_any_history")
 class OneStorageIsOnePart(Plain):
-    """Takes any input in its output's storage for this rank's own part, and skips the copy."""
+    """openucx/xccl#123: takes any input in its output's storage for this rank's own part, and skips the copy."""
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr() and output.numel():

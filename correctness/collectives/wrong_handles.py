@@ -16,7 +16,7 @@ from correctness.support.planting import defect
 
 @defect(cause="two calls", caught_by="test_any_history")
 class SharesItsBuffer(Plain):
-    """All sums of one shape use one buffer."""
+    """ROCm/mori#93: all sums of one shape use one buffer."""
 
     buffers: ClassVar[dict[Any, Tensor]] = {}
 
@@ -81,7 +81,7 @@ class DoesNotWait(Plain):
 
 @defect(cause="handles", caught_by="test_results_are_there_when_wait_returns")
 class CopiesAtOnce(Plain):
-    """Copies from the internal buffer before the result has arrived."""
+    """gazingstars123/Anima-Standalone-Trainer#39: copies from the internal buffer before the result has arrived."""
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         buffer = torch.zeros_like(output)
@@ -125,7 +125,7 @@ class AddsAtEachWait(Plain):
 
 @defect(cause="handles", caught_by="test_any_history")
 class RunsOnThreadsOfTheirOwn(Plain):
-    """Starts each call on its own thread, so a later one may overtake it."""
+    """ztxz16/fastllm#725: ranks pair calls as they arrive; with a thread for each call, a later one may overtake."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         late = 0.02 * (dist.get_rank(group) % 2) if tensor.numel() and tensor.view(-1)[0] == 1 else 0.0

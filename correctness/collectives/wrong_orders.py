@@ -35,7 +35,7 @@ def _thread() -> ThreadPoolExecutor:
 
 @defect(cause="subgroup", caught_by="test_any_history")
 class OneThreadForAllGroups(Ring):
-    """Deadlocks if ranks start two groups' collectives in different orders."""
+    """NVIDIA/nccl#195: deadlocks if ranks start two groups' collectives in different orders."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         handle = Pending(_thread().submit(super().all_reduce, tensor, group))

@@ -1,13 +1,16 @@
-"""Planted defects: collectives that are wrong for large tensors alone."""
+"""Planted defects: collectives that are wrong as public trackers report, or for large tensors alone."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correctness.collectives.simple_collectives import Done, Group, Plain
+from correctness.collectives.simple_collectives import AfterOnce, Done, Group, Plain, finished
 from correctness.support.planting import defect
+from impl.collectives import Ring
+from impl.collectives.messages import Peers, Steps
 
 MIB = 2**20
 
@@ -59,3 +62,57 @@ class GathersUpTo8MiB(Plain):
         most = 8 * MIB // output.itemsize
         output.view(-1)[:most] = found.view(-1)[:most]
         return Done() if async_op else None
+
+
+@defect(cause="shapes", caught_by="test_results_are_those_done_by_hand")
+class GathersWholeTiles(Plain):
+    """tenstorrent/tt-metal#21964: gathers tiles of 32 elements; zeros stand where a part's last tile is not whole."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        handle = super().all_gather(output, input, group, async_op=True)
+        rest = output.detach().view(dist.get_world_size(group), -1)[:, input.numel() // 32 * 32 :]
+        return finished(handle, rest.zero_, async_op)
+
+
+@defect(cause="numerics", caught_by="test_results_are_those_done_by_hand")
+class DividesFirst(Plain):
+    """horovod/horovod#1699: divides before it adds, against overflow. Small numbers underflow, and a third of a whole
+    number is not exact.
+    """
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if not tensor.is_floating_point():
+            return super().all_reduce(tensor, group, async_op=async_op)
+        ranks, shared = dist.get_world_size(group), tensor.detach()
+        after = AfterOnce(dist.all_reduce(shared.div_(ranks), group=group, async_op=True), lambda: shared.mul_(ranks))
+        return after if async_op else after.wait()
+
+
+@defect(cause="memory", caught_by="test_a_collective_that_is_over_keeps_no_tensor")
+class KeepsFinishedWork(Plain):
+    """RLinf/RLinf#505: a reference to work that is over is not dropped, nor are its tensors."""
+
+    started: ClassVar[list[Any]] = []
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        self.started.append((super().all_reduce(tensor, group, async_op=True), tensor))
+        return self.started[-1][0] if async_op else self.started[-1][0].wait()
+
+
+@defect(cause="world size", caught_by="test_results_are_those_done_by_hand")
+class DoublesToAPowerOfTwo(Ring):
+    """open-mpi/ompi#7523: doubles the parts in each step. Where ranks are no power of two, a message's size is wrong,
+    here on five and on seven ranks.
+    """
+
+    def all_gather_steps(self, peers: Peers, parts: Sequence[Tensor]) -> Steps:
+        distance = 1
+        while distance < peers.size:
+            count = peers.size % distance or distance
+            sent = [parts[(peers.rank + i) % peers.size] for i in range(count)]
+            received = [parts[(peers.rank + distance + i) % peers.size] for i in range(count)]
+            yield [
+                *(peers.send(part, to=peers.rank - distance) for part in sent),
+                *(peers.receive(part, source=peers.rank + distance) for part in received),
+            ]
+            distance *= 2

@@ -156,7 +156,7 @@ class AveragesOnceForEachForward(Plain):
 
 @defect(cause="two calls", caught_by="test_any_history")
 class OneSwitchForAllWrappers(Plain):
-    """`no_sync` sets a flag of the class, so other wrappers stop synchronizing too."""
+    """huggingface/accelerate#1708: wrappers share one state of accumulation; `no_sync` of one stops the others too."""
 
     on: ClassVar[bool] = True
 

@@ -16,6 +16,8 @@ from correctness.support.planting import defect
 
 @defect(cause="handles", caught_by="test_averages_are_there_when_it_returns")
 class DoesNotWait(Overlapped):
+    """OpenNMT/OpenNMT-py#2295: divides sums that may still be under way."""
+
     def wait(self) -> None:
         for p in self.order:
             p.grad.div_(self.size)
@@ -105,6 +107,8 @@ class SendsFrozenOnes(Plain):
 
 @defect(cause="gradients", caught_by="test_a_gradient_that_a_rank_does_not_have")
 class SkipsMissingGradients(Plain):
+    """deepspeedai/DeepSpeed#291: leaves out gradients that this rank does not have, and others send more."""
+
     def average(self, parameters: list[nn.Parameter]) -> None:
         super().average([p for p in parameters if p.grad is not None])
 

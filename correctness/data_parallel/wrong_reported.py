@@ -1,7 +1,9 @@
 """Planted defects: data-parallel wrappers that are wrong as public trackers report."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import nn
 
 from correctness.data_parallel.wrappers import Overlapped, Plain
 from correctness.support.planting import defect
+from impl.data_parallel import BucketedDataParallel
 
 
 @defect(cause="state", caught_by="test_leaving_an_inner_no_sync")
@@ -41,3 +44,100 @@ class HooksOfADeletedWrapperStay(Overlapped):
                     dist.all_reduce(p.grad, group=self.group)
                 p.grad.div_(self.size)
             self.ready.clear()
+
+
+@defect(cause="gradients", caught_by="test_any_history")
+class AveragesWhatTheLastPassUsed(Overlapped):
+    """pytorch/pytorch#69031, mosaicml/composer#9: gradients stay local that came in `no_sync`, but not in the last
+    pass.
+    """
+
+    def on_gradient(self, parameter: nn.Parameter) -> None:
+        if self.synchronizing:
+            self.ready.add(parameter)
+
+    def finish_gradient_synchronization(self) -> None:
+        if not self.synchronizing:
+            return
+        used = torch.tensor([float(p in self.ready) for p in self.order], device=self.order[0].device)
+        dist.all_reduce(used, group=self.group)
+        self.average([p for p, ranks in zip(self.order, used.tolist(), strict=True) if ranks])
+        self.ready.clear()
+
+
+@defect(cause="gradients", caught_by="test_gradients_accumulate")
+class AveragesOnceUntilGradientsAreFreed(Plain):
+    """InfiniTensor/InfiniTrain#213: gradients are sent once in a step of the optimizer; later passes add local ones."""
+
+    sent = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.sent = self.sent and any(p.grad is not None for p in self.module.parameters())
+        return super().forward(*args, **kwargs)
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        super().average([] if self.sent else parameters)
+        self.sent = True
+
+
+@defect(cause="gradients", caught_by="test_a_gradient_that_a_rank_does_not_have")
+class LeavesNoneWhereItHadNone(Plain):
+    """deepspeedai/DeepSpeed#316: a rank whose loss did not reach a parameter sends zeros, and drops the result."""
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        missing = [p for p in parameters if p.grad is None]
+        super().average(parameters)
+        for p in missing:
+            p.grad = None
+
+
+@defect(cause="gradients", caught_by="test_a_parameter_that_was_frozen_for_a_while")
+class ForgetsFrozenOnes(Plain):
+    """Lightning-AI/pytorch-lightning#20340: parameters are not averaged after they have been frozen for some steps."""
+
+    def start(self) -> None:
+        super().start()
+        self.trained = list(self.module.parameters())
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        self.trained = [p for p in self.trained if p.requires_grad]
+        super().average(self.trained)
+
+
+@defect(cause="communication", caught_by="test_a_gradient_that_a_rank_does_not_have")
+class RebuildsBucketsInItsOwnOrder(BucketedDataParallel):
+    """pytorch/pytorch#35137: each rank makes buckets in the order in which its own gradients arrived."""
+
+    def _learn_order(self, arrived: Sequence[nn.Parameter]) -> None:
+        for bucket in self._buckets:
+            bucket.finish()
+        self._make_buckets([*dict.fromkeys([*arrived, *self.trainable[::-1]])])
+        self._order_is_known = True
+
+
+@defect(cause="gradients", caught_by="test_gradients_accumulate")
+class RebuildingLosesGradients(BucketedDataParallel):
+    """InfiniTensor/InfiniTrain#183: once buckets are made again, the next pass replaces gradients instead of adding."""
+
+    lost = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for p in self.trainable if self._order_is_known and not self.lost else ():
+            p.grad = None
+        self.lost = self._order_is_known
+        return super().forward(*args, **kwargs)
+
+
+@defect(cause="communication", caught_by="test_any_history")
+class StopsAtAFrozenParameter(Overlapped):
+    """pytorch/pytorch#14675: frozen parameters take part in the order, never are ready, and all after them wait."""
+
+    def start(self) -> None:
+        super().start()
+        self.order = [*self.module.parameters()][::-1]
+
+    def finish_gradient_synchronization(self) -> None:
+        order = self.order
+        self.order = [*takewhile(lambda p: p.requires_grad, order)]
+        super().finish_gradient_synchronization()
+        self.order = order

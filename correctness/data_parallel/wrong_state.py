@@ -31,7 +31,7 @@ class KeepsItsOwnFrozenParameters(Plain):
 
 @defect(cause="state", caught_by="test_every_rank_starts")
 class StartsFromTheStateDict(Plain):
-    """Broadcasts the state dict, which lacks non-persistent buffers."""
+    """hiyouga/LlamaFactory#10820: broadcasts the state dict, which lacks non-persistent buffers."""
 
     def start(self) -> None:
         for tensor in self.module.state_dict().values():
@@ -71,6 +71,8 @@ class BroadcastsBySumming(Plain):
 
 @defect(cause="state", caught_by="test_buffers_that_forward_changes")
 class BroadcastsBuffersAgain(Plain):
+    """pytorch/pytorch#175024: each forward pass first writes rank 0's buffers over this rank's."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for buffer in self.module.buffers():
             dist.broadcast(buffer, group=self.group, group_src=0)
@@ -79,13 +81,15 @@ class BroadcastsBuffersAgain(Plain):
 
 @defect(cause="state", caught_by="test_the_state_dict")
 class PrefixesItsState(Plain):
+    """mosaicml/composer#829: the wrapper's own name is in each name of its state."""
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return nn.Module.state_dict(self, *args, **kwargs)
 
 
 @defect(cause="state", caught_by="test_a_parameter_that_no_rank_uses")
 class ReducesTheLastStepsGradient(Plain):
-    """Reduces the stale buffer of a parameter without a gradient."""
+    """NVIDIA/Megatron-LM#4609: a buffer of gradients keeps what it held, here for a parameter without a gradient."""
 
     def average(self, parameters: list[nn.Parameter]) -> None:
         self.last = getattr(self, "last", {})
@@ -168,7 +172,7 @@ class RoundsWhatItHasSent(Plain):
 
 @defect(cause="options", caught_by="test_a_call_is_the_modules_own")
 class CallsForwardItself(Plain):
-    """Calls `forward` directly, which skips the root module's hooks."""
+    """pytorch/tensordict#1414: calls `forward` directly, which skips the root module's hooks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.forward(*args, **kwargs)
