@@ -1,6 +1,6 @@
 """Contract of the language model, one property per test: every implementation against the reference, in float64."""
 
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -115,8 +115,13 @@ def _of_long_context(implementation: Implementation, context: int, device: str) 
 
 @float64
 def test_float64_is_float64_throughout(implementation: Implementation, device: str) -> None:
-    model, plain = models(implementation, device)
-    tokens = draw(device)
+    """Models of one process share nothing that has a dtype: of this size one of each narrower dtype is made before."""
+    size, context = TransformerSize(d_model=28, d_ff=8, layers=1, heads=2, vocab=20), 19
+    tokens = draw(device, context=context, size=size)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        implementation.watched(size, context_length=context).to(device)(tokens)
+    model, plain = models(implementation, device, size, context)
     assert_logits(model(tokens), plain(tokens), 1e-11, " of a model made in float64")
 
 
@@ -187,6 +192,14 @@ def test_positions_under_autocast_are_not_rounded_to_it(implementation: Implemen
         expected = plain(tokens)
     error = ((found.float() - expected).norm() / expected.norm()).item()
     assert error < ROUNDED, f"under autocast the logits' relative error is {error:.2g}, allowed {ROUNDED}"
+
+
+def test_weights_are_drawn_one_by_one(implementation: Implementation, device: str) -> None:
+    """Layers that start as copies of one another are no random start."""
+    model = implementation.watched(SIZE, context_length=CONTEXT).to(device)
+    drawn = {name: p for name, p in model.named_parameters() if p.std(correction=0) > 0}  # not a norm's ones
+    for (name, p), (other, q) in combinations(drawn.items(), 2):
+        assert p.shape != q.shape or not torch.equal(p, q), f"{name} and {other} start with equal weights"
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])

@@ -43,7 +43,7 @@ EVENTS = {
     "clear": "gradients to None",
     "zero": "gradients to zero, in place",
     "halve": "gradients halved in place, as clipping does",
-    "modes": "a random mode for each module",
+    "modes": "a random mode for each module, while no loss waits",
     "freeze": "a parameter frozen or thawed while no loss waits",
     "rate": "a new learning rate for a param group",
     "reload": "the optimizer's state saved and loaded",
@@ -121,7 +121,7 @@ class _Player:
     def play(self, event: Event) -> None:
         if not self.can(event):
             return
-        if event.kind in ("update", "call", "weights", "freeze"):
+        if event.kind in ("update", "call", "weights", "freeze", "modes"):
             self.waiting.clear()
         before = what_stays(self.of.model, self.of.optimizer)
         getattr(self, event.kind)(event.value)

@@ -40,6 +40,8 @@ class Attention(Protocol):
     Should: ValueError for shapes, dtypes and devices that do not go together and for no keys; an empty output without
     queries; a NaN in k or v reaches every output that attends to its key, and what is not finite reaches no more than
     in eager; equal calls give equal bits.
+
+    Not asked: calls from several threads at once.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor: ...
