@@ -46,11 +46,12 @@ def test_no_parameters_are_a_value_error(implementation: Implementation, device:
 def test_a_sparse_gradient_is_an_error_or_what_it_stands_for(implementation: Implementation, device: str) -> None:
     start = torch.ones(3, device=device, dtype=torch.float64)
     grad = torch.tensor([1.0, 0.0, 2.0], device=device, dtype=torch.float64)
+    twice = torch.tensor([[0, 2, 2]], device=device), grad[[0, 0, 0]]  # as for a token that occurs twice in a batch
     p = start.clone().requires_grad_()
     try:
         optimizer = implementation.watched([p])
-        for _ in range(2):
-            p.grad = grad.to_sparse()
+        for sparse in (grad.to_sparse(), torch.sparse_coo_tensor(*twice, size=(3,))):
+            p.grad = sparse
             optimizer.step()
     except Exception:
         return

@@ -7,6 +7,7 @@ root module is always a unit, too: it holds the parameters that are in no other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from weakref import WeakSet
@@ -31,8 +32,19 @@ def by_type(*types: type[nn.Module]) -> Policy:
 
 
 def with_blocks(blocks: Collection[nn.Module] | nn.ModuleList) -> Policy:
-    """Policy: `blocks` are units, and so are the outermost linears and embeddings outside of them."""
-    return partial(_outermost, lambda part: part in blocks or isinstance(part, nn.Linear | nn.Embedding))
+    """Policy: `blocks` are units, and so are the outermost linears and embeddings outside of them, unless they share a
+    parameter: a tied one must lie in one unit, which is then the root."""
+
+    def policy(module: nn.Module) -> list[nn.Module]:
+        places = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+
+        def is_chosen(part: nn.Module) -> bool:
+            is_small = isinstance(part, nn.Linear | nn.Embedding)
+            return part in blocks or (is_small and all(places[p] == 1 for p in part.parameters()))
+
+        return _outermost(is_chosen, module)
+
+    return policy
 
 
 def _outermost(chosen: Callable[[nn.Module], bool], module: nn.Module) -> list[nn.Module]:

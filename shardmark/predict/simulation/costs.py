@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
+from shardmark.predict.simulation.grouped import grouped_product
 from shardmark.predict.simulation.kinds import Kind, kind_of, tensors_in, written_by
 
 aten = torch.ops.aten
@@ -108,6 +109,8 @@ def _products(name: str, args: Sequence[Any]) -> Iterator[Product]:
         yield Product(1, a.size(0), b.size(1), a.size(1))
     elif name in ("bmm", "baddbmm"):
         yield Product(a.size(0), a.size(1), b.size(2), a.size(2))
+    elif name == "_grouped_mm":
+        yield Product(*grouped_product(*args[:3]))
 
 
 def _bytes(

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardmark.api.registry import Unsupported
 from shardmark.meter.allocations import user_line
+from shardmark.predict.simulation.grouped import GROUPED, grouped_layout
 from shardmark.predict.simulation.kinds import (
     LEFT_AMONG_ELEMENTS,
     Kind,
@@ -150,8 +151,10 @@ class _Kernels:
         if operator is not _FINITE:
             for tensor in tensors_in(written):
                 _forget_value(tensor)
-        count = len(operator._schema.returns)
-        return None if count == 0 else written[0] if count == 1 else tuple(written[:count])
+        returns = operator._schema.returns
+        if any(each.alias_info is None for each in returns):  # as batch norm, which writes its running statistics
+            return tree_map_only(_Layout, _Layout.allocate, self._layout(operator, args, kwargs))
+        return None if not returns else written[0] if len(returns) == 1 else tuple(written[: len(returns)])
 
     def _layout(self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The operator's results, with a `_Layout` for each tensor; remembered, as steps repeat themselves."""
@@ -160,7 +163,8 @@ class _Kernels:
             try:
                 with self._one_at_a_time, _off(operator), self._fake:
                     fake_args, fake_kwargs = tree_map_only(Tensor, _empty_like, (tuple(args), kwargs))
-                    results = operator(*fake_args, **fake_kwargs)
+                    of = grouped_layout if operator is GROUPED else operator
+                    results = of(*fake_args, **fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 raise _depends_on_values(operator.name()) from None
             room = max(map(Tensor.numel, tensors_in(args))) if operator in LEFT_AMONG_ELEMENTS else 0
@@ -251,6 +255,20 @@ def _read(method: Callable[..., Any]) -> Callable[..., Any]:
     return reading
 
 
+def _drawn_twice(truncated_normal: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """PyTorch draws again until no number lies outside of the bounds. Of numbers that have no values it draws twice:
+    of thousands some lie outside."""
+
+    @torch.no_grad()
+    def drawing(x: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+        if x.is_meta or _is_small(x):
+            return truncated_normal(x, mean, std, a, b, generator)
+        outside = (x.normal_(mean, std) < a) | (x > b)
+        return x.copy_(torch.where(outside, torch.empty_like(x).normal_(mean, std), x))
+
+    return drawing
+
+
 def _in_threads(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
     """Threads that start in the block run no kernels either."""
 
@@ -289,6 +307,7 @@ def no_kernels(collective: Collective, take: Take | None = None, schedule: Sched
             (Tensor, "numpy", _read),
             (threading.Thread, "run", _in_threads),
             (FakeTensorMode, "__torch_dispatch__", _fake_alone),
+            (torch.nn.init, "_no_grad_trunc_normal_", _drawn_twice),
         ):
             stack.enter_context(patch.object(owner, name, around(getattr(owner, name))))
         stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEY))
