@@ -61,28 +61,26 @@ class Recomputed(torch.autograd.Function):
         return None, None, *(next(grads) if need else None for need in needs)
 
 
+def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    flat, spec = tree_flatten((args, kwargs))
+    where = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+    tensors = [flat[i] for i in where]
+    others = [None if isinstance(x, Tensor) else x for x in flat]
+
+    def call(*given: Tensor) -> Any:
+        full = list(others)
+        for i, x in zip(where, given, strict=True):
+            full[i] = x
+        args, kwargs = tree_unflatten(full, spec)
+        return type(block).forward(block, *args, **kwargs)
+
+    return Recomputed.apply(call, len(tensors), *tensors, *(p for p in block.parameters() if p.requires_grad))
+
+
 @right("an autograd.Function whose inputs include the parameters")
 def textbook(model: nn.Module) -> nn.Module:
-    def wrap(forward: Forward, block: nn.Module) -> Forward:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            flat, spec = tree_flatten((args, kwargs))
-            where = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
-            tensors = [flat[i] for i in where]
-            others = [None if isinstance(x, Tensor) else x for x in flat]
-
-            def call(*given: Tensor) -> Any:
-                full = list(others)
-                for i, x in zip(where, given, strict=True):
-                    full[i] = x
-                args, kwargs = tree_unflatten(full, spec)
-                return forward(*args, **kwargs)
-
-            return Recomputed.apply(call, len(tensors), *tensors, *(p for p in block.parameters() if p.requires_grad))
-
-        return run
-
     for block in distinct_blocks(model):
-        block.forward = wrap(block.forward, block)
+        block.forward = partial(_recomputed, block)  # a deep copy of the block has one of its own
     return model
 
 

@@ -69,12 +69,23 @@ def test_it_saves_in_each_mode_whatever_is_frozen(
     when = f"in {mode} mode with {frozen} frozen"
     for name in ("a forward without gradients", "an output that is dropped", "backward"):
         assert found[name] < 1000, f"{when} {name} leaves {found[name]:,} bytes behind"
-    if claims_to_save(implementation.target):
-        for name in ("kept", "peak"):
-            what = "forward keeps" if name == "kept" else "the peak of forward and backward is"
-            assert found[name] <= (1 - LEAST) * plain[name], (
-                f"{when} {what} {found[name]:,} bytes, and {plain[name]:,} without the policy"
-            )
+    _assert_saves(implementation, found, plain, when)
+
+
+def test_it_saves_where_an_evaluation_came_first(implementation: Implementation, device: str) -> None:
+    """The first call decides nothing."""
+    found = _in_mode(implementation.watched, "train", "nothing", device, evaluated=True)
+    _assert_saves(implementation, found, _without("train", "nothing", device), "after an evaluation")
+
+
+def _assert_saves(implementation: Implementation, found: dict[str, int], plain: dict[str, int], when: str) -> None:
+    if not claims_to_save(implementation.target):
+        return
+    for name in ("kept", "peak"):
+        what = "forward keeps" if name == "kept" else "the peak of forward and backward is"
+        assert found[name] <= (1 - LEAST) * plain[name], (
+            f"{when} {what} {found[name]:,} bytes, and {plain[name]:,} without the policy"
+        )
 
 
 def test_what_it_saves_is_freed_without_the_collector(implementation: Implementation, device: str) -> None:
@@ -103,7 +114,8 @@ def _without(mode: str, frozen: str, device: str) -> dict[str, int]:
     return _in_mode(none, mode, frozen, device)
 
 
-def _in_mode(policy: Policy, mode: str, frozen: str, device: str) -> dict[str, int]:
+def _in_mode(policy: Policy, mode: str, frozen: str, device: str, evaluated: bool = False) -> dict[str, int]:
+    """Bytes that are kept, at the peak and left behind; `evaluated`: the model's first call is an evaluation."""
     size = replace(SIZE, layers=LAYERS, vocab=8)
     model = Transformer(size, context_length=CONTEXT, attention=eager_attention).to(device)
     _freeze(model, frozen)  # before the policy: a loop over the blocks may give segments afterwards
@@ -111,8 +123,9 @@ def _in_mode(policy: Policy, mode: str, frozen: str, device: str) -> dict[str, i
     model.train(mode == "train")
     tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
     with meter(device) as memory:
-        with torch.no_grad():
-            model(tokens)  # an evaluation before training: the first call decides nothing
+        if evaluated:
+            with torch.no_grad():
+                model(tokens)
         loss_of(model, tokens).backward()  # the libraries' workspaces are there from now on
         model.zero_grad()
         memory.mark("before")
