@@ -50,8 +50,7 @@ class DoublesOnOneRank(SmallFSDP):
 
 @defect(cause="state", caught_by="test_any_history")
 class StaysGatheredUntilABackward(SmallFSDP):
-    """pytorch/pytorch#131965: what a forward gathered stays until a backward; where none comes, the next one is of old
-    weights."""
+    """pytorch/pytorch#137348: what no backward used stays gathered, and the next forward is of old weights."""
 
     def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
         gathered = self.__dict__.setdefault("gathered", {})
@@ -81,7 +80,7 @@ class WholeAfterEvaluation(SmallFSDP):
 
 @defect(cause="numerics", caught_by="test_gradients_of_several_passes_add_up_in_the_parameters_dtype")
 class AddsUpInTheReduceDtype(SmallFSDP):
-    """hiyouga/LlamaFactory#9769, deepspeedai/DeepSpeed#1800: the gradients of several passes add up in bfloat16."""
+    """hiyouga/LlamaFactory#9769, deepspeedai/DeepSpeed#2768: gradients of several passes add up in bfloat16."""
 
     def add(self, shard: nn.Parameter, gradient: Tensor) -> None:
         super().add(shard, gradient)
@@ -113,3 +112,17 @@ class ReducesTheFirstOfTwoCalls(FullyShardedDataParallel):
     def _reduce(self, unit: Unit) -> None:
         if not unit.reduced:
             super()._reduce(unit)
+
+
+@defect(cause="communication", caught_by="test_one_step_applies_the_mean")
+class ReducesInAnOrderOfItsOwn(SmallFSDP):
+    """NVIDIA/Megatron-LM#2218: gradients wait in a set, so that ranks reduce them in different orders."""
+
+    def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
+        self.__dict__.setdefault("waiting", []).append((shard, gradient))
+
+    def finish_gradient_synchronization(self) -> None:
+        waiting = self.__dict__.pop("waiting", [])
+        for shard, gradient in waiting[:: -1 if self.rank % 2 else 1]:
+            super().begin_reduce(shard, gradient)
+        super().finish_gradient_synchronization()

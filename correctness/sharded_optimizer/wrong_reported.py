@@ -12,7 +12,7 @@ from correctness.support.planting import defect
 
 @defect(cause="subgroup", caught_by="test_a_process_group_that_is_not_the_world")
 class OwnsByRankOfTheWorld(SimpleZero):
-    """facebookresearch/fairscale#122: takes its rank in the world for the one in the group, and nobody updates some."""
+    """pytorch/xla#5936: infers its rank in the group from its rank in the world, and takes the wrong part."""
 
     @property
     def rank(self) -> int:
@@ -33,7 +33,7 @@ class KeepsWhatItLoaded(SimpleZero):
 
 @defect(cause="shapes", caught_by="test_any_history")
 class SendsAContiguousCopy(SimpleZero):
-    """open-mmlab/mmengine#948: receives a parameter that is not contiguous into a copy, and does not write it back."""
+    """vllm-project/llm-compressor#3066: receives into a contiguous copy of a parameter, and does not write it back."""
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, p in enumerate(parameters):
@@ -42,7 +42,7 @@ class SendsAContiguousCopy(SimpleZero):
 
 @defect(cause="state", caught_by="test_the_state_is_the_optimizers_own_on_every_rank")
 class NumbersTheStateByRank(SimpleZero):
-    """facebookresearch/fairscale#380: numbers the state in the order of the shards, not of the param groups."""
+    """facebookresearch/fairscale#380: puts the state together in the order of the shards, not of the param groups."""
 
     def state_dict(self) -> dict[str, Any]:
         found = super().state_dict()
@@ -115,7 +115,7 @@ class LeavesOutEmptyGroups(SimpleZero):
 
 @defect(cause="state", caught_by="test_training_goes_back_to_a_saved_state")
 class KeepsItsStepCount(SimpleZero):
-    """radixark/Megatron-LM#69: a parameter that has a step count keeps it where another is loaded."""
+    """radixark/Megatron-LM#69: puts its own step count in place of the one that is loaded."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         counts = {p: state["step"] for p, state in self.inner.state.items() if "step" in state}
@@ -127,7 +127,7 @@ class KeepsItsStepCount(SimpleZero):
 
 @defect(cause="state", caught_by="test_the_state_is_the_optimizers_own_on_every_rank")
 class SavesTwoMoments(SimpleZero):
-    """NVIDIA/Megatron-LM#5742: takes it that Adam has two moments, and does not save the third, of amsgrad."""
+    """NVIDIA/Megatron-LM#5742: takes it that each optimizer has two moments, and does not save a third one."""
 
     def own_state(self) -> dict[int, Any]:
         return {

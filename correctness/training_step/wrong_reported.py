@@ -51,7 +51,7 @@ class NormalizerInTheLogitsDtype(EagerStep):
 
 @defect(cause="state", caught_by=HISTORIES)
 class WritesOverIgnoredTargets(ByLogits):
-    """NVIDIA-NeMo/Automodel#3917: puts word 0 in place of ignored targets in the caller's own tensor."""
+    """NVIDIA-NeMo/Automodel#3917: writes into the caller's own targets, so that a batch used again has others."""
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss = super().loss(logits, targets.clone())
@@ -83,7 +83,7 @@ class ChecksTheFirstGradient(_FindsOverflows):
 
 @defect(cause="numerics", caught_by=OVERFLOW)
 class ChecksForInfinity(_FindsOverflows):
-    """Azure/MS-AMP#56: looks for infinities, and takes the step of gradients that are NaN."""
+    """Azure/MS-AMP#58: looks for overflow by a maximum that leaves out NaN, and takes the step."""
 
     def overflowed(self, gradients: list[Tensor]) -> bool:
         return any(bool(gradient.isinf().any()) for gradient in gradients)
@@ -106,7 +106,7 @@ class MomentumOfTheOverflow(_FindsOverflows):
 
 @defect(cause="numerics", caught_by="test_orders_that_trainings_have")
 class UnscalesAtEachUpdate(EagerStep):
-    """huggingface/accelerate#115: a second update on the same gradients divides them by the loss scale again."""
+    """huggingface/accelerate#115: unscales gradients that are unscaled already."""
 
     def update(self) -> None:
         self._scaled = self.scaler.is_enabled()
@@ -156,7 +156,7 @@ class CastsOnceAnUpdate(EagerStep):
 
 @defect(cause="memory", caught_by="test_no_activations_are_left_once_losses_are_freed")
 class QueuesForwards(EagerStep):
-    """pytorch/FBGEMM#6120: queues what backward needs; after forwards without one the queue only grows."""
+    """pytorch/FBGEMM#4776: queues what backward needs; where evaluation has no backward the queue grows."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.__dict__.setdefault("queue", []).append(super().forward(tokens, targets))
@@ -169,7 +169,7 @@ class QueuesForwards(EagerStep):
 
 @defect(cause="two calls", caught_by=CHECK)
 class OneLossForAllCalls(EagerStep):
-    """pytorch/torchtitan#4146: returns the same tensor each time, as a CUDA graph does: the next call overwrites it."""
+    """pytorch/pytorch#104435: returns the same memory each time, as a CUDA graph does; the next call overwrites it."""
 
     returned: Tensor | None = None
 
