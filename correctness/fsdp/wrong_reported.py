@@ -89,16 +89,18 @@ class AddsUpInTheReduceDtype(SmallFSDP):
 
 
 @defect(cause="memory", caught_by="test_full_gradients_are_freed_as_backward_goes")
-class HoldsGradientsUntilTheEnd(SmallFSDP):
-    """ISEEKYAN/Megatron-LM#158: every unit's full gradients stay until the end, where all reductions are waited for."""
+class WaitsForReductionsAtTheEnd(FullyShardedDataParallel):
+    """ISEEKYAN/Megatron-LM#158: waits for all reductions at the end; until then each holds full gradients."""
 
-    def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
-        self.__dict__.setdefault("held", []).append(gradient)
-        super().begin_reduce(shard, gradient)
+    def _reduce(self, unit: Unit) -> None:
+        unit.reshard()
+        unit.finish_reduce()  # of an earlier call
+        unit.begin_reduce()
 
-    def finish_gradient_synchronization(self) -> None:
-        super().finish_gradient_synchronization()
-        self.__dict__["held"] = []
+    def _finish_backward(self) -> None:
+        super()._finish_backward()
+        for unit in self.units:
+            unit.finish_reduce()
 
 
 @defect(cause="two calls", caught_by="test_twenty_steps_equal_a_single_process")
