@@ -286,14 +286,6 @@ class DetachesInputs(SmallFSDP):
         return x.detach() if isinstance(x, Tensor) else x
 
 
-@defect(cause="numerics", caught_by="test_clipping")
-class ClipsByItsOwnNorm(SmallFSDP):
-    """pytorch/pytorch#72548: clips by the norm of the rank's own shards."""
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-
-
 @defect(cause="errors", caught_by="test_ranks_with_different_modules")
 class ComparesNumbersOfElements(SmallFSDP):
     """Takes (6, 2) and (4, 3) for the same shape, as both have 12 elements."""

@@ -128,3 +128,11 @@ class ReducesInAnOrderOfItsOwn(SmallFSDP):
         for shard, gradient in waiting[:: -1 if self.rank % 2 else 1]:
             super().begin_reduce(shard, gradient)
         super().finish_gradient_synchronization()
+
+
+@defect(cause="numerics", caught_by="test_clipping")
+class ClipsByItsOwnNorm(SmallFSDP):
+    """pytorch/pytorch#72548: clips by the norm of the rank's own shards."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)

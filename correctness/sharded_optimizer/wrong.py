@@ -58,15 +58,6 @@ class RateOfTheStart(SimpleZero):
         """Leave the options as they are: changes are ignored."""
 
 
-@defect(cause="options", caught_by="test_options_changed_between_steps_hold")
-class CopiesTheRateAlone(SimpleZero):
-    """facebookresearch/fairscale#66: of the options that change, the rate alone reaches the ranks' own optimizers."""
-
-    def copy_options(self) -> None:
-        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            inner["lr"] = group["lr"]
-
-
 @defect(cause="options", caught_by="test_each_group_has_its_own_options")
 class FirstGroupsOptions(SimpleZero):
     def copy_options(self) -> None:

@@ -134,3 +134,12 @@ class SavesTwoMoments(SimpleZero):
             i: {name: value for name, value in state.items() if name != "max_exp_avg_sq"}
             for i, state in super().own_state().items()
         }
+
+
+@defect(cause="options", caught_by="test_options_changed_between_steps_hold")
+class CopiesTheRateAlone(SimpleZero):
+    """facebookresearch/fairscale#66: of the options that change, the rate alone reaches the ranks' own optimizers."""
+
+    def copy_options(self) -> None:
+        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
+            inner["lr"] = group["lr"]
