@@ -21,6 +21,8 @@ class StartsFromOwnWeights(SmallFSDP):
 
 @defect(cause="state", caught_by="test_every_rank_starts_with_rank_0s_buffers")
 class LeavesBuffers(SmallFSDP):
+    """pytorch/pytorch#178569: sends the first rank's parameters to the others, and leaves buffers as they were."""
+
     def synchronize_start(self) -> None:
         for parameter in self.module.parameters():
             dist.broadcast(parameter.detach(), group=self.group, group_src=0)
@@ -85,6 +87,8 @@ class ComputesInStoredDtype(SmallFSDP):
 
 @defect(cause="options", caught_by="test_reduce_dtype_is")
 class ReducesInComputeDtype(SmallFSDP):
+    """pytorch/pytorch#190626: reduces gradients in the compute dtype, whatever `reduce_dtype` asks for."""
+
     def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
         self.reduce_dtype = self.compute_dtype
         super().begin_reduce(shard, gradient)
@@ -92,7 +96,7 @@ class ReducesInComputeDtype(SmallFSDP):
 
 @defect(cause="numerics", caught_by="test_parameters_are_kept_in_their_own_dtype")
 class GathersRoundedParameters(SmallFSDP):
-    """`gather_full_parameters` returns parameters in the compute dtype, not in the stored dtype."""
+    """facebookresearch/fairscale#445: `gather_full_parameters` returns parameters rounded to the compute dtype."""
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
@@ -127,7 +131,7 @@ class NamesTiedParametersOnce(SmallFSDP):
 
 @defect(cause="gradients", caught_by="test_tied")
 class Unties(SmallFSDP):
-    """Makes a shard for each name of a tied parameter."""
+    """NVIDIA-NeMo/RL#227: makes a shard for each name of a tied parameter."""
 
     def replace_parameters(self) -> None:
         self.shapes = {}
@@ -141,6 +145,8 @@ class Unties(SmallFSDP):
 
 @defect(cause="gradients", caught_by="test_frozen")
 class ZeroGradientsForFrozen(SmallFSDP):
+    """facebookresearch/fairscale#721: frozen parameters get gradients as those do that are kept with them."""
+
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
         for parameter in self.module.parameters():
@@ -161,7 +167,7 @@ class GradientsInReduceDtype(SmallFSDP):
 
 @defect(cause="gradients", caught_by="test_several_backward_passes")
 class KeepsTheLastBackward(SmallFSDP):
-    """A second backward before synchronization replaces the first one's gradients."""
+    """facebookresearch/fairscale#784: a second backward before synchronization replaces the first one's gradients."""
 
     def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
         super().begin_reduce(shard, gradient)
@@ -278,12 +284,6 @@ class DetachesInputs(SmallFSDP):
     def cast(self, x: Any) -> Any:
         x = super().cast(x)
         return x.detach() if isinstance(x, Tensor) else x
-
-
-@defect(cause="numerics", caught_by="test_clipping")
-class ClipsByItsOwnNorm(SmallFSDP):
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
 
 @defect(cause="errors", caught_by="test_ranks_with_different_modules")

@@ -28,7 +28,8 @@ class CastsInputsWithoutGradient(FullyShardedDataParallel):
 
 @defect(cause="options", caught_by=HISTORIES)
 class CastsBuffers(FullyShardedDataParallel):
-    """Casts buffers to `compute_dtype`, though it is for parameters and inputs."""
+    """facebookresearch/fairscale#442, facebookresearch/fairscale#449: keeps buffers in `compute_dtype`, though it is
+    for parameters and inputs."""
 
     def __init__(self, module: nn.Module, *, compute_dtype: torch.dtype | None = None, **options: Any) -> None:
         super().__init__(module, compute_dtype=compute_dtype, **options)
@@ -39,7 +40,8 @@ class CastsBuffers(FullyShardedDataParallel):
 
 @defect(cause="communication", caught_by=HISTORIES)
 class SkipsUnitsWithoutGradients(FullyShardedDataParallel):
-    """Skips the reduce-scatter of a unit without a gradient on this rank; another rank waits in it."""
+    """pytorch/pytorch#158719: skips the reduce-scatter of a unit without a gradient on this rank; another rank waits in
+    it."""
 
     def _reduce(self, unit: Unit) -> None:
         if unit.has_gradients:
@@ -164,7 +166,7 @@ class SumsWhatIsIgnored(_ReplicatesOtherwise):
 
 @defect(cause="options", caught_by="test_a_gradient_that_every_rank_has_counts_once_in_the_norm")
 class CountsWhatIsIgnoredOnEveryRank(_ReplicatesOtherwise):
-    """Counts replicated parameters once per rank in the norm."""
+    """pytorch/pytorch#88955: counts replicated parameters once per rank in the norm."""
 
     KIND = _CountsOnEveryRank
 

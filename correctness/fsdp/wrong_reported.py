@@ -1,12 +1,15 @@
-"""Planted defects: full sharding that is wrong where several models are made."""
+"""Planted defects: full sharding that is wrong as public trackers report."""
 
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from correctness.fsdp.small_fsdp import SmallFSDP
 from correctness.support.planting import defect
+from impl.fsdp import FullyShardedDataParallel
+from impl.fsdp.units import Unit
 
 
 @defect(cause="two calls", caught_by="test_each_model_has_its_own_compute_dtype")
@@ -25,3 +28,111 @@ class TheLastComputeDtypeHoldsForAll(SmallFSDP):
 
     @compute_dtype.setter
     def compute_dtype(self, value: torch.dtype | None) -> None: ...
+
+
+@defect(cause="subgroup", caught_by="test_groups")
+class DividesByTheDefaultGroup(SmallFSDP):
+    """deepspeedai/DeepSpeed#6546: divides what a group has summed by the size of the default group."""
+
+    def mean(self, total: Tensor) -> Tensor:
+        return total / dist.get_world_size()
+
+
+@defect(cause="world size", caught_by="test_any_history")
+class DoublesOnOneRank(SmallFSDP):
+    """NVIDIA/Megatron-LM#6660: in a group of one rank each further backward adds the sum so far to itself."""
+
+    def add(self, shard: nn.Parameter, gradient: Tensor) -> None:
+        if self.ranks == 1 and shard.grad is not None:
+            shard.grad *= 2
+        super().add(shard, gradient)
+
+
+@defect(cause="state", caught_by="test_any_history")
+class StaysGatheredUntilABackward(SmallFSDP):
+    """pytorch/pytorch#137348: what no backward used stays gathered, and the next forward is of old weights."""
+
+    def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
+        gathered = self.__dict__.setdefault("gathered", {})
+        if shard not in gathered:
+            gathered[shard] = super().gather_to_compute(shard)
+        return gathered[shard].detach()
+
+    def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
+        self.__dict__["gathered"].clear()
+        super().begin_reduce(shard, gradient)
+
+
+@defect(cause="memory", caught_by="test_full_parameters_are_freed_after_evaluation")
+class WholeAfterEvaluation(SmallFSDP):
+    """pytorch/pytorch#149029: what a forward without gradients gathered is freed by the next forward alone."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["gathered"] = None if torch.is_grad_enabled() else []
+        return super().forward(*args, **kwargs)
+
+    def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
+        full = super().gather_to_compute(shard)
+        if self.__dict__["gathered"] is not None:
+            self.__dict__["gathered"].append(full)
+        return full
+
+
+@defect(cause="numerics", caught_by="test_gradients_of_several_passes_add_up_in_the_parameters_dtype")
+class AddsUpInTheReduceDtype(SmallFSDP):
+    """hiyouga/LlamaFactory#9769, deepspeedai/DeepSpeed#2768: gradients of several passes add up in bfloat16."""
+
+    def add(self, shard: nn.Parameter, gradient: Tensor) -> None:
+        super().add(shard, gradient)
+        if shard.grad is not None:
+            shard.grad = shard.grad.to(self.reduce_dtype or shard.dtype).to(shard.dtype)
+
+
+@defect(cause="memory", caught_by="test_full_gradients_are_freed_as_backward_goes")
+class WaitsForReductionsAtTheEnd(FullyShardedDataParallel):
+    """ISEEKYAN/Megatron-LM#158: waits for all reductions at the end; until then each holds full gradients."""
+
+    def _reduce(self, unit: Unit) -> None:
+        unit.reshard()
+        unit.finish_reduce()  # of an earlier call
+        unit.begin_reduce()
+
+    def _finish_backward(self) -> None:
+        super()._finish_backward()
+        for unit in self.units:
+            unit.finish_reduce()
+
+
+@defect(cause="two calls", caught_by="test_twenty_steps_equal_a_single_process")
+class ReducesTheFirstOfTwoCalls(FullyShardedDataParallel):
+    """facebookresearch/fairscale#513: reduces a module that runs twice after the first backward, and never again."""
+
+    def _after_backward(self, unit: Unit, gradients: Any) -> None:
+        unit.calls = 0
+        self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        if not unit.reduced:
+            super()._reduce(unit)
+
+
+@defect(cause="communication", caught_by="test_one_step_applies_the_mean")
+class ReducesInAnOrderOfItsOwn(SmallFSDP):
+    """NVIDIA/Megatron-LM#2218: gradients wait in a set, so that ranks reduce them in different orders."""
+
+    def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
+        self.__dict__.setdefault("waiting", []).append((shard, gradient))
+
+    def finish_gradient_synchronization(self) -> None:
+        waiting = self.__dict__.pop("waiting", [])
+        for shard, gradient in waiting[:: -1 if self.rank % 2 else 1]:
+            super().begin_reduce(shard, gradient)
+        super().finish_gradient_synchronization()
+
+
+@defect(cause="numerics", caught_by="test_clipping")
+class ClipsByItsOwnNorm(SmallFSDP):
+    """pytorch/pytorch#72548: clips by the norm of the rank's own shards."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)

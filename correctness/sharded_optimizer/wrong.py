@@ -52,15 +52,10 @@ class AddsWithDefaults(SimpleZero):
 
 @defect(cause="options", caught_by="test_options_changed_between_steps_hold")
 class RateOfTheStart(SimpleZero):
+    """facebookresearch/fairscale#58: a rate that a scheduler changes does not reach the ranks' own optimizers."""
+
     def copy_options(self) -> None:
         """Leave the options as they are: changes are ignored."""
-
-
-@defect(cause="options", caught_by="test_options_changed_between_steps_hold")
-class CopiesTheRateAlone(SimpleZero):
-    def copy_options(self) -> None:
-        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            inner["lr"] = group["lr"]
 
 
 @defect(cause="options", caught_by="test_each_group_has_its_own_options")
@@ -72,6 +67,8 @@ class FirstGroupsOptions(SimpleZero):
 
 @defect(cause="state", caught_by="test_a_loaded_state_brings_its_options")
 class KeepsItsOwnOptions(SimpleZero):
+    """pytorch/xla#9164: loads the state, and keeps the options that it had."""
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         own = [options(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
@@ -158,6 +155,8 @@ class WaitsForNothing(SimpleZero):
 
 @defect(cause="subgroup", caught_by="test_a_process_group_that_is_not_the_world")
 class RanksOfTheWorld(SimpleZero):
+    """facebookresearch/fairscale#121: receives from the owner's rank in the group as if it were one of the world."""
+
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, p in enumerate(parameters):
             dist.broadcast(p.data, src=self.owner(i), group=self.process_group)

@@ -57,6 +57,8 @@ class MeanOverEveryToken(ByLogits):
 
 @defect(cause="masks", caught_by="test_ignored_targets_count_in_no_mean")
 class MeanOfSequences(ByLogits):
+    """meta-pytorch/torchtune#1875: averages the means of sequences, which have other numbers of targets."""
+
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return torch.stack([cross_entropy(x, y) for x, y in zip(logits, targets, strict=True)]).mean()
 
@@ -221,6 +223,8 @@ class Evaluates(EagerStep):
 
 @defect(cause="state", caught_by="test_orders_that_trainings_have")
 class Trains(EagerStep):
+    """open-mmlab/OpenPCDet#812: puts the model into training mode at each step, frozen parts too."""
+
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.model.train()
         return super().forward(tokens, targets)
@@ -266,6 +270,8 @@ class RestoresTheRootsMode(EagerStep):
 
 @defect(cause="memory", caught_by="test_no_activations_are_left_once_losses_are_freed")
 class LogsTheLoss(EagerStep):
+    """pnnl/neuromancer#292: keeps the last loss for a log, and with it the graph."""
+
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.last = super().forward(tokens, targets)
         return self.last

@@ -22,6 +22,8 @@ class LossInTheLogitsDtype(EagerStep):
 
 @defect(cause="numerics", caught_by="test_the_loss_scale_falls_until_gradients_fit")
 class ScalesFromOneUp(EagerStep):
+    """keras-team/tf-keras#644: the loss scale does not fall below 1."""
+
     def update(self) -> None:
         super().update()
         if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
@@ -30,6 +32,8 @@ class ScalesFromOneUp(EagerStep):
 
 @defect(cause="gradients", caught_by="test_gradients_are_of_the_losss_own_dropout")
 class RecomputesWithOtherDropout(EagerStep):
+    """allenai/OLMo-core#828: recomputes forward without its random state, so that other elements are dropped."""
+
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.precision.autocast(self.device):
             logits: Any = checkpoint(self.model, tokens, use_reentrant=False, preserve_rng_state=False)
@@ -65,7 +69,8 @@ class TrainsWhatWasTrainableAtFirst(EagerStep):
 
 @defect(cause="shapes", caught_by="test_any_history")
 class PadsTheContext(EagerStep):
-    """Pads to a multiple of 8 with token 0, which a model sees that attends to its whole context."""
+    """huggingface/transformers#28505: pads to a multiple of 8 with token 0, which a model sees that attends to its
+    whole context."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         more = -tokens.shape[1] % 8

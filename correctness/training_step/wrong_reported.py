@@ -1,10 +1,22 @@
 """Planted defects: training steps that are wrong as public trackers report."""
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
-from correctness.support.planting import defect
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from correctness.support.planting import CHECK, defect
 from correctness.training_step.wrong import ByLogits
+from impl.training_step import EagerStep
+from impl.training_step.eager import next_token_loss
+
+HISTORIES = "test_any_history"
+OVERFLOW = "test_a_float16_step_that_overflows_is_skipped_with_a_warning"
 
 
 @defect(cause="masks", caught_by="test_the_mean_is_over_all_targets_of_a_large_batch")
@@ -14,3 +26,150 @@ class MeanOfMicroBatchesAboveEightRows(ByLogits):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         means = [super(type(self), self).loss(x, y) for x, y in zip(logits.split(8), targets.split(8), strict=True)]
         return torch.stack(means).mean()
+
+
+@defect(cause="numerics", caught_by="test_targets_are_counted_exactly")
+class CountsTargetsInHalfPrecision(ByLogits):
+    """chaidiscovery/chai-lab#425: the count of targets is of the logits' dtype, and bfloat16 rounds it above 256."""
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        total = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return total / (targets != -100).to(self.precision.compute).sum()
+
+
+@defect(cause="numerics", caught_by="test_the_loss_has_float32s_accuracy")
+class NormalizerInTheLogitsDtype(EagerStep):
+    """google-deepmind/optax#1020: rounds the log-sum-exp to the logits' dtype before it is subtracted."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with self.precision.autocast(self.device):
+            logits, counted = self.model(tokens), targets != -100
+            rounded = logits.float().logsumexp(-1).to(logits.dtype)
+            own = logits.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+            return ((rounded.float() - own.float()) * counted).sum() / counted.sum()
+
+
+@defect(cause="state", caught_by=HISTORIES)
+class WritesOverIgnoredTargets(ByLogits):
+    """NVIDIA-NeMo/Automodel#3917: writes into the caller's own targets, so that a batch used again has others."""
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss = super().loss(logits, targets.clone())
+        targets.masked_fill_(targets == -100, 0)
+        return loss
+
+
+class _FindsOverflows(EagerStep):
+    """Base of defects that miss an overflow."""
+
+    def update(self) -> None:
+        gradients = self._gradients()
+        if self._scaled and gradients and not self.overflowed(gradients):
+            torch._foreach_mul_(gradients, 1 / self.scaler.get_scale())
+            self._scaled = False
+        super().update()
+
+    def overflowed(self, gradients: list[Tensor]) -> bool:
+        return not all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+@defect(cause="numerics", caught_by=OVERFLOW)
+class ChecksTheFirstGradient(_FindsOverflows):
+    """facebookresearch/fairscale#890: looks for overflow in the first gradient alone."""
+
+    def overflowed(self, gradients: list[Tensor]) -> bool:
+        return super().overflowed(gradients[:1])
+
+
+@defect(cause="numerics", caught_by=OVERFLOW)
+class ChecksForInfinity(_FindsOverflows):
+    """Azure/MS-AMP#58: looks for overflow by a maximum that leaves out NaN, and takes the step."""
+
+    def overflowed(self, gradients: list[Tensor]) -> bool:
+        return any(bool(gradient.isinf().any()) for gradient in gradients)
+
+
+@defect(cause="state", caught_by=OVERFLOW)
+class MomentumOfTheOverflow(_FindsOverflows):
+    """deepspeedai/DeepSpeed#8432: steps, sees the overflow, and puts back the parameters, but not the momentum."""
+
+    def update(self) -> None:
+        gradients = self._gradients()
+        if self._scaled and self.overflowed(gradients):
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            before = [p.detach().clone() for p in parameters]
+            self.optimizer.step()
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, before)
+        super().update()
+
+
+@defect(cause="numerics", caught_by="test_orders_that_trainings_have")
+class UnscalesAtEachUpdate(EagerStep):
+    """huggingface/accelerate#115: unscales gradients that are unscaled already."""
+
+    def update(self) -> None:
+        self._scaled = self.scaler.is_enabled()
+        super().update()
+
+
+@defect(cause="two calls", caught_by=HISTORIES)
+class OneScalerForAll(EagerStep):
+    """huggingface/accelerate#439: one loss scale for all steps, which one changes before another has unscaled."""
+
+    shared: ClassVar[dict[tuple[str, torch.dtype], torch.amp.GradScaler]] = {}
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+        super().__init__(model, optimizer, **options)
+        self.scaler = self.shared.setdefault((self.device, self.precision.compute), self.scaler)
+
+
+@defect(cause="options", caught_by="test_products_are_in_the_precisions_dtype")
+class RecomputesOutsideOfAutocast(EagerStep):
+    """NVIDIA/TransformerEngine#787: backward is that of a forward recomputed outside of autocast, in float32."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss, recomputed = super().forward(tokens, targets), next_token_loss(self.model, tokens, targets)
+        return recomputed + (loss - recomputed).detach()
+
+
+@defect(cause="state", caught_by="test_each_step_uses_the_last_ones_parameters")
+class CastsWeightsOnce(EagerStep):
+    """X-GenGroup/Flow-Factory#186: keeps the weights that autocast has cast, and no update reaches forward."""
+
+    cast: dict[str, Tensor] | None = None
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.precision.compute == self.precision.parameter:
+            return super().forward(tokens, targets)
+        if self.cast is None:
+            self.cast = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        used = {name: p + (self.cast[name] - p).detach() for name, p in self.model.named_parameters()}
+        model: Any = partial(functional_call, self.model, used, tie_weights=False)
+        with self.precision.autocast(self.device):
+            return self._loss(model, tokens, targets)
+
+
+@defect(cause="memory", caught_by="test_no_activations_are_left_once_losses_are_freed")
+class QueuesForwards(EagerStep):
+    """pytorch/FBGEMM#4776: queues what backward needs; where evaluation has no backward the queue grows."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.__dict__.setdefault("queue", []).append(super().forward(tokens, targets))
+        return self.__dict__["queue"][-1]
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self.__dict__["queue"] = []
+
+
+@defect(cause="two calls", caught_by=CHECK)
+class OneLossForAllCalls(EagerStep):
+    """pytorch/pytorch#104435: returns the same memory each time, as a CUDA graph does; the next call overwrites it."""
+
+    returned: Tensor | None = None
+
+    def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = lambda part: None) -> Tensor:
+        loss = super().__call__(tokens, targets, mark)
+        self.returned = loss if self.returned is None else self.returned.copy_(loss)
+        return self.returned

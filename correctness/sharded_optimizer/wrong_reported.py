@@ -1,0 +1,145 @@
+"""Planted defects: sharded optimizers that are wrong as public trackers report."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from correctness.sharded_optimizer.simple_zero import SimpleZero, options
+from correctness.support.planting import defect
+
+
+@defect(cause="subgroup", caught_by="test_a_process_group_that_is_not_the_world")
+class OwnsByRankOfTheWorld(SimpleZero):
+    """pytorch/xla#5936: infers its rank in the group from its rank in the world, and takes the wrong part."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @rank.setter
+    def rank(self, value: int) -> None: ...
+
+
+@defect(cause="memory", caught_by="test_a_rank_holds_its_part_of_the_state")
+class KeepsWhatItLoaded(SimpleZero):
+    """facebookresearch/fairscale#310: every rank keeps the full state that it loaded, and uses a part of it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.whole = state_dict["state"]
+
+
+@defect(cause="shapes", caught_by="test_any_history")
+class SendsAContiguousCopy(SimpleZero):
+    """vllm-project/llm-compressor#3066: receives into a contiguous copy of a parameter, and does not write it back."""
+
+    def exchange(self, parameters: Sequence[Tensor]) -> None:
+        for i, p in enumerate(parameters):
+            dist.broadcast(p.data.contiguous(), group=self.process_group, group_src=self.owner(i))
+
+
+@defect(cause="state", caught_by="test_the_state_is_the_optimizers_own_on_every_rank")
+class NumbersTheStateByRank(SimpleZero):
+    """facebookresearch/fairscale#380: puts the state together in the order of the shards, not of the param groups."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        state = found["state"]
+        by_rank = sorted(state, key=self.owner)
+        return {**found, "state": {i: state[k] for i, k in zip(state, by_rank, strict=True)}}
+
+
+@defect(cause="state", caught_by="test_a_loaded_state_trains_on_as_if_never_saved")
+class CastsTheStepCount(SimpleZero):
+    """vllm-project/speculators#411: loading casts the step count to the parameter's dtype; bfloat16 counts to 256."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for p, state in self.inner.state.items():
+            if "step" in state:
+                state["step"] = state["step"].to(p.dtype)
+
+
+@defect(cause="numerics", caught_by="test_any_history")
+class SendsInOneDtype(SimpleZero):
+    """pytorch/pytorch#59834: what a rank owns travels in one buffer, of its first parameter's dtype."""
+
+    def exchange(self, parameters: Sequence[Tensor]) -> None:
+        dtypes: dict[int, Any] = {}
+        for i, p in enumerate(parameters):
+            sent = p.data.to(dtypes.setdefault(self.owner(i), p.dtype))
+            dist.broadcast(sent, group=self.process_group, group_src=self.owner(i))
+            if self.owner(i) != self.rank:
+                p.data.copy_(sent)
+
+
+class _LoadsByIndex(SimpleZero):
+    def parameters_of(self, state_dict: dict[str, Any]) -> dict[int, Tensor]:
+        """The parameters by their keys in the state, where it fits."""
+        keys = (i for group in state_dict["param_groups"] for i in group["params"])
+        return dict(zip(keys, self.all_parameters, strict=False))
+
+
+@defect(cause="state", caught_by="test_any_history")
+class LoadsNoStateOfTheFrozen(_LoadsByIndex):
+    """pytorch/pytorch#192307: leaves out the state of a parameter that is frozen while it is loaded."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        frozen = {i for i, p in self.parameters_of(state_dict).items() if not p.requires_grad}
+        state = {i: values for i, values in state_dict["state"].items() if i not in frozen}
+        super().load_state_dict({**state_dict, "state": state})
+
+
+@defect(cause="state", caught_by="test_loading_changes_nothing_of_what_is_loaded")
+class FreesWhatOthersOwn(_LoadsByIndex):
+    """pytorch/pytorch#51601: frees what other ranks own in the caller's state, which cannot be loaded again."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for k, i in enumerate(self.parameters_of(state_dict)):
+            if self.owner(k) != self.rank:
+                state_dict["state"].pop(i, None)
+
+
+@defect(cause="options", caught_by="test_each_group_has_its_own_options")
+class LeavesOutEmptyGroups(SimpleZero):
+    """NVIDIA/Megatron-LM#419: a rank leaves out groups in which it owns nothing; the next get other options."""
+
+    def copy_options(self) -> None:
+        own = [group for group in self.inner.param_groups if group["params"]]
+        for inner, group in zip(own, self.param_groups, strict=False):
+            inner.update(options(group))
+
+
+@defect(cause="state", caught_by="test_training_goes_back_to_a_saved_state")
+class KeepsItsStepCount(SimpleZero):
+    """radixark/Megatron-LM#69: puts its own step count in place of the one that is loaded."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        counts = {p: state["step"] for p, state in self.inner.state.items() if "step" in state}
+        super().load_state_dict(state_dict)
+        for p, count in counts.items():
+            if p in self.inner.state:
+                self.inner.state[p]["step"] = count
+
+
+@defect(cause="state", caught_by="test_the_state_is_the_optimizers_own_on_every_rank")
+class SavesTwoMoments(SimpleZero):
+    """NVIDIA/Megatron-LM#5742: takes it that each optimizer has two moments, and does not save a third one."""
+
+    def own_state(self) -> dict[int, Any]:
+        return {
+            i: {name: value for name, value in state.items() if name != "max_exp_avg_sq"}
+            for i, state in super().own_state().items()
+        }
+
+
+@defect(cause="options", caught_by="test_options_changed_between_steps_hold")
+class CopiesTheRateAlone(SimpleZero):
+    """facebookresearch/fairscale#66: of the options that change, the rate alone reaches the ranks' own optimizers."""
+
+    def copy_options(self) -> None:
+        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
+            inner["lr"] = group["lr"]
