@@ -49,6 +49,21 @@ def test_gradients_accumulate_over_steps_until_they_are_zeroed(
     return wrong + wrong_averages(model, _own(3), "after zero_grad(set_to_none=False) and one more step")
 
 
+@on_every_rank
+def test_a_second_backward_before_synchronizing_counts_or_is_an_error(
+    implementation: Implementation, device: str
+) -> list[str]:
+    """Outside of `no_sync`: gradients are in flight already where backward communicates."""
+    model = _model(implementation, device)
+    try:
+        for step in (1, 2):
+            _backward(model, step, device)
+        model.finish_gradient_synchronization()
+    except RuntimeError:
+        return []
+    return wrong_averages(model, _own(1, 2), "after two backward passes and one synchronization")
+
+
 def _not_local(model: Any, *steps: int) -> list[str]:
     own = _own(*steps)(dist.get_rank())
     return [

@@ -79,7 +79,7 @@ AUTOCAST = {"float32": (torch.float32, torch.float32), "mixed": (None, torch.flo
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("how", AUTOCAST)
 def test_under_autocast_products_are_in_its_dtype_and_the_loss_is_not(
-    implementation: Implementation, how: str, to: torch.dtype, device: str
+    implementation: Implementation, how: str, to: torch.dtype, device: str, record_property: Note
 ) -> None:
     """The reference is Linear and cross_entropy under autocast. `mixed`: hidden is in half precision already."""
     inputs = random_inputs(60, 32, 97, device)
@@ -105,8 +105,11 @@ def test_under_autocast_products_are_in_its_dtype_and_the_loss_is_not(
             half[name] += HALF_LOSS * torch.finfo(to).eps * exact[name].abs().item()
         error, plain_error = ((y.double() - exact[name]).abs().max().item() for y in (x, wanted[name]))
         assert error <= 2 * max(plain_error, half[name]), f"{name}: {error:.2e} against {plain_error:.2e}"
-    full = results(implementation.watched, inputs)["loss"]
-    assert found["loss"] != full, "the loss under autocast is the same as without: the products are not in bfloat16"
+    if found["loss"] == results(implementation.watched, inputs)["loss"]:
+        assert not is_ours(implementation)
+        record_property(
+            "note", "the loss under autocast is the same as without: products are in float32, which is slow"
+        )
 
 
 @pytest.mark.parametrize(("tokens", "vocab"), [(128, 1500), pytest.param(1024, 8000, marks=pytest.mark.large)])

@@ -62,8 +62,15 @@ def test_large_scores(implementation: Implementation, size: int, device: str) ->
 
 
 @float64
-def test_gradients_are_the_plain_models(implementation: Implementation, device: str) -> None:
+@pytest.mark.parametrize("zeros", [False, True], ids=["any_weights", "some_are_zero"])
+def test_gradients_are_the_plain_models(implementation: Implementation, zeros: bool, device: str) -> None:
+    """A weight of zero has a gradient, too: some start training at zero."""
     model, plain = models(implementation, device)
+    if zeros:
+        with torch.no_grad():
+            for p in plain.parameters():
+                p.flatten()[::3] = 0
+        copy_weights(plain, model)
     tokens = draw(device)
     weights = torch.randn(*tokens.shape, SIZE.vocab, device=device)
     for each in (model, plain):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -25,13 +25,23 @@ pytestmark = pytest.mark.family("model")
 BF16, F16 = torch.bfloat16, torch.float16
 HALF = 16 * torch.finfo(BF16).eps
 
+
+@contextmanager
+def _both(context: AbstractContextManager[object], device: str) -> Iterator[None]:
+    with context, torch.autocast(device, dtype=BF16):
+        yield
+
+
 CONTEXTS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
     "with gradients": lambda device: nullcontext(),
     "in no_grad": lambda device: torch.no_grad(),
     "in inference_mode": lambda device: torch.inference_mode(),
     "under autocast to bfloat16": partial(torch.autocast, dtype=BF16),
     "under autocast to float16": partial(torch.autocast, dtype=F16),
+    "in no_grad under autocast to bfloat16": lambda device: _both(torch.no_grad(), device),
+    "in inference_mode under autocast to bfloat16": lambda device: _both(torch.inference_mode(), device),
 }
+"""The last two are evaluations of a model that trains under autocast."""
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
@@ -218,7 +228,7 @@ class Life:
         with torch.no_grad():
             why = partial(stale_weights, logits, self.plain, tokens, self.earlier)
             assert_logits(logits, self.plain(tokens), tolerance, where, why)
-        asked = event.kind not in ("in no_grad", "in inference_mode")
+        asked = not event.kind.startswith(("in no_grad", "in inference_mode"))
         needs = asked and any(p.requires_grad for p in weights.values())
         assert logits.requires_grad == needs, f"logits{where} require {'no' if needs else 'a'} gradient"
         self.returned.append((logits.detach(), logits.detach().clone()))

@@ -256,8 +256,8 @@ def _read(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _drawn_twice(truncated_normal: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """PyTorch draws again until no number lies outside of the bounds. Of numbers that have no values it draws twice:
-    of thousands some lie outside."""
+    """PyTorch draws again until no number lies outside of the bounds. Numbers without values are drawn twice: some of
+    many thousands lie outside."""
 
     @torch.no_grad()
     def drawing(x: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
