@@ -23,7 +23,7 @@ class Functional(nn.Module):
         half = torch.arange(0, size.head_dim, 2, dtype=torch.float64)
         angles = torch.outer(torch.arange(context_length, dtype=torch.float64), 10_000.0 ** (-half / size.head_dim))
         rotation = torch.stack((angles.cos(), -angles.sin(), angles.sin(), angles.cos()), -1)
-        self.register_buffer("rotation", rotation.unflatten(-1, (2, 2)).to(torch.get_default_dtype()), persistent=False)
+        self.rotation = rotation.unflatten(-1, (2, 2))  # no buffer, which `to(bfloat16)` would round
         self.register_buffer(
             "mask", torch.ones(context_length, context_length, dtype=torch.bool).tril(), persistent=False
         )
@@ -56,7 +56,7 @@ class Functional(nn.Module):
         return rms_norm(x, x.shape[-1:], weight.to(x.dtype), 1e-5)
 
     def _rotate(self, x: Tensor) -> Tensor:
-        rotation = self.rotation[: x.shape[1]].to(x.dtype)
+        rotation = self.rotation[: x.shape[1]].to(x)
         return torch.einsum("tpij,bthpj->bthpi", rotation, x.unflatten(-1, (-1, 2))).flatten(-2)
 
 

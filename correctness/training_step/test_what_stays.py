@@ -50,6 +50,7 @@ def test_parameters_keep_their_dtype_and_their_place(
     assert torch.get_float32_matmul_precision() == products, "the precision of all float32 products has changed"
 
 
+@pytest.mark.should("hooks of parameters run, as wrappers have them")
 def test_hooks_of_parameters_see_their_gradients(implementation: Implementation, device: str) -> None:
     """Data-parallel wrappers wait for gradients in such hooks, and some optimizers step in them."""
     of = setting(implementation, device)

@@ -183,6 +183,8 @@ class FullyShardedDataParallel(PlainStateDict):
         self.sharding.wait_for_host_memory()
         self._unsynchronized = False
 
+    @torch.inference_mode(False)  # an evaluation may be what finishes it, and gradients must not be its tensors
+    @torch.no_grad()
     def _finish_backward(self) -> None:
         for unit in self.units[::-1]:
             # No hook reduced a unit whose inputs have no gradient, such as the first, or one that backward skipped.

@@ -27,9 +27,8 @@ class TrainingStep(Protocol):
     - The loss is the mean cross entropy of all targets but -100, of the whole batch at once: a float32 scalar, as
       accurate as that given the logits, whatever their dtype. Products are in the precision's compute dtype, backward's
       too. Gradients are those of the loss's own random draws.
-    - Gradients accumulate unscaled in `.grad` until the caller sets them to None, and hooks of parameters run. Several
-      losses may wait for their backward. Each `update` is one step of the optimizer on the current `.grad`, with its
-      current options.
+    - Gradients accumulate unscaled in `.grad` until the caller sets them to None. Several losses may wait for their
+      backward. Each `update` is one step of the optimizer on the current `.grad`, with its current options.
     - Parameters may be frozen and unfrozen while no loss waits. No part of a step changes a module's mode, or a
       parameter's dtype or `requires_grad`. Nothing is left of the activations once a loss is freed.
     - In float16 the loss is scaled, so that small gradients do not round to zero. Between backward and update `.grad`
@@ -39,7 +38,8 @@ class TrainingStep(Protocol):
 
     Should: where all targets are ignored, the loss is NaN, as PyTorch's mean over nothing is, and gradients are zero;
     ValueError for a model, an optimizer and a precision that do not go together and, eager on CPU, for tokens and
-    targets that the vocabulary does not have; `mark` is called as each part ends.
+    targets that the vocabulary does not have; hooks of parameters run, as those of data-parallel wrappers; `mark` is
+    called as each part ends.
 
     Options of some: `loss(model, tokens, targets)` is a scalar to train on in place of that mean; the step then passes
     its tokens and targets on as they are.
