@@ -116,6 +116,11 @@ def test_numbers_of_the_program_have_values() -> None:
         assert int(sizes[1]) == 14
 
 
+def test_weights_are_drawn_within_bounds_without_values() -> None:
+    with no_kernels(gloo):
+        assert torch.nn.init.trunc_normal_(torch.empty(300, 300), std=0.02).shape == (300, 300)
+
+
 def test_numbers_that_were_not_computed_are_taken_for_finite() -> None:
     with no_kernels(gloo):
         norm = (torch.randn(300, 300) @ torch.randn(300, 300)).norm()

@@ -161,6 +161,27 @@ def loss_scaling(size: int) -> None:
         optimizer.zero_grad()
 
 
+def batch_norms(size: int) -> None:
+    """Operators that write their arguments, the running statistics, and return new tensors."""
+    x = torch.randn(4, 8, size, size, requires_grad=True)
+    # Not affine: the kernel of backward allocates the weight's gradient before the input's.
+    for norm in (nn.BatchNorm2d(8, affine=False), nn.InstanceNorm2d(8, track_running_stats=True)):
+        norm(x).square().mean().backward()
+        x.grad = None
+        with torch.no_grad():
+            norm.eval()(x)
+
+
+def grouped_products(size: int) -> None:
+    """Products of tokens with their experts' matrices, in each of their four forms."""
+    tokens, experts = torch.randn(3 * size, size, requires_grad=True), torch.randn(3, size, 4, requires_grad=True)
+    ends = torch.tensor([size, 2 * size, 3 * size], dtype=torch.int32)
+    torch._grouped_mm(tokens, experts, ends).square().mean().backward()
+    batch = tokens.detach().view(3, size, size)
+    torch._grouped_mm(batch, experts.detach())
+    torch._grouped_mm(batch, torch.randn(size, 12), torch.tensor([4, 8, 12], dtype=torch.int32))
+
+
 PROGRAMS = [
     residual,
     shared,
@@ -171,6 +192,8 @@ PROGRAMS = [
     attention_of_parts,
     optimizers,
     loss_scaling,
+    batch_norms,
+    grouped_products,
 ]
 
 
