@@ -139,6 +139,13 @@ def test_units_are_the_blocks_and_what_is_outside_of_them() -> None:
     assert units == [*model.layers, model.output]
 
 
+def test_layers_that_share_a_weight_lie_in_the_roots_unit() -> None:
+    """As PyTorch's FSDP asks of a tied embedding and output."""
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "hidden": nn.Linear(3, 3), "output": nn.Linear(3, 5)})
+    model["output"].weight = model["embedding"].weight
+    assert with_blocks([])(model) == [model["hidden"]]
+
+
 def test_only_its_cases_run_and_only_with_it(steps: pytest.Pytester) -> None:
     def collected(*arguments: str) -> list[str]:
         lines = steps.runpytest_inprocess("--collect-only", "-q", "--scale=smoke", *arguments).outlines
