@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardmark.api.finding import RegistryError, find
 from shardmark.api.registry import Unsupported
@@ -99,11 +100,33 @@ def make(spec: str, device: str) -> Made:
     target, _ = found(label, spec)
     if not callable(target):
         raise RegistryError(f"{label}: it is of type {type(target).__name__}, and not a function that makes a model")
-    with torch.device(device):
+    with torch.device(device), _Everything(device):
         made = _checked(label, target())
     made.module.to(device)
     made.batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), made.batch)
     return made
+
+
+class _Everything(TorchFunctionMode):
+    """Makes everything on one device, also what the user's function sends to another: `model.cuda()`."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is Tensor.cuda:
+            function, args, kwargs = Tensor.to, (args[0], self.device), {}
+        elif function is not torch.device:
+            args, kwargs = tree_map(self._here, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def _here(self, value: Any) -> Any:
+        if isinstance(value, str) and value.partition(":")[0] in ("cuda", "cpu"):
+            return self.device
+        is_other = isinstance(value, torch.device) and value.type not in (self.device.type, "meta")
+        return self.device if is_other else value
 
 
 def found(label: str, spec: str) -> tuple[Any, str]:
@@ -143,15 +166,16 @@ def _as_list(label: str, module: nn.Module, blocks: Any) -> nn.ModuleList:
 
 
 def find_blocks(module: nn.Module) -> nn.ModuleList:
-    """A transformer's blocks: the modules of one class that repeat in the outermost ModuleList or Sequential. Modules
-    without children, such as linears, do not count."""
+    """A transformer's blocks: the modules of one class that repeat in the outermost ModuleList, Sequential or
+    ModuleDict of numbers. Modules without children, such as linears, do not count."""
     lists = list(_repeated(module))
     return lists[0] if len(lists) == 1 else nn.ModuleList(block for blocks in lists for block in blocks)
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.ModuleList]:
     children = list(module.children())
-    if isinstance(module, nn.ModuleList | nn.Sequential):
+    numbered = isinstance(module, nn.ModuleDict) and all(map(str.isdecimal, module))  # as torchtitan's layers are
+    if numbered or isinstance(module, nn.ModuleList | nn.Sequential):
         kinds = Counter(type(child) for child in children if any(True for _ in child.children()))
         if blocks := [child for child in children if kinds[type(child)] > 1]:
             yield module if isinstance(module, nn.ModuleList) and blocks == children else nn.ModuleList(blocks)

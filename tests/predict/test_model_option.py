@@ -16,7 +16,7 @@ from correctness.support.paths import ROOT
 from impl.data_parallel import NaiveDataParallel
 from impl.fsdp import with_blocks
 from shardmark.api.finding import RegistryError
-from shardmark.api.own_model import OwnModelCase, find_blocks
+from shardmark.api.own_model import OwnModelCase, find_blocks, make
 from shardmark.meter.over_budget import Held, excess_lines
 from shardmark.plugin import WorldsBySize
 from shardmark.predict.memory_budget import Predicted
@@ -113,6 +113,12 @@ def test_what_cases_know_of_it() -> None:
     assert str(OwnModelCase.of(own)) == "own_models.make-float32-step"
 
 
+def test_one_that_asks_for_a_gpu_is_made_where_the_run_is() -> None:
+    made = make(f"{SPEC}:on_a_gpu", "cpu")
+    tensors = [*made.module.parameters(), *made.module.buffers(), *made.batch]
+    assert len(tensors) == 4 and all(tensor.is_cpu for tensor in tensors)
+
+
 def test_one_whose_operators_depend_on_values_runs() -> None:
     assert check(f"{SPEC}:masking", simulated=False).flops > 0
 
@@ -124,10 +130,11 @@ def test_one_whose_operators_depend_on_values_runs() -> None:
         (nn.Sequential(nn.Linear(2, 2), Block(), Block(), nn.Linear(2, 2)), 2),
         (nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block(), Block()])]), 2),
         (nn.ModuleDict({"left": nn.Sequential(Block(), Block()), "right": nn.ModuleList([Block(), Block()])}), 4),
+        (nn.ModuleDict({"0": Block(), "1": Block(), "2": Block()}), 3),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 0),
         (nn.ModuleList([Block()]), 0),
     ],
-    ids=["list", "among_others", "outermost", "two_lists", "linears", "one"],
+    ids=["list", "among_others", "outermost", "two_lists", "numbered", "linears", "one"],
 )
 def test_blocks_are_the_outermost_modules_of_one_class_in_a_row(model: nn.Module, blocks: int) -> None:
     assert len(find_blocks(model)) == blocks

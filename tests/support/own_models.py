@@ -177,3 +177,10 @@ def misshapen() -> tuple[Any, ...]:
 
 def raising() -> tuple[Any, ...]:
     raise LookupError("two\nlines")
+
+
+def on_a_gpu() -> tuple[Any, ...]:
+    """As scripts for one GPU are written."""
+    model = nn.Linear(3, 2).cuda().to("cuda:0")
+    model.register_buffer("scale", torch.ones(2, device=torch.device("cuda", 0)))
+    return model, (torch.randn(4, 3, device="cuda"),), lambda model, x: (model(x) * model.scale).square().mean()
