@@ -16,6 +16,8 @@ from impl.fsdp import by_type
 from shardmark.api import Implementation
 
 LINEARS = by_type(nn.Linear)
+NORM = 1e-6
+"""Tolerance for the norm that clipping returns: it may be in float32, whatever the gradients are."""
 HANG = 30.0
 """Deadline in seconds of tests in which a wrong implementation is likely to hang."""
 
