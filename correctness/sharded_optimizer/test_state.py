@@ -22,7 +22,7 @@ from correctness.sharded_optimizer.player import (
 )
 from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
 from correctness.sharded_optimizer.training import Group, History, Training, unsharded
-from correctness.sharded_optimizer.unusual_optimizers import Counting, Wide
+from correctness.sharded_optimizer.unusual_optimizers import Counting, CountingInGroups, Wide
 from correctness.support.contracts import changed_in_state
 from shardmark.api import Implementation
 from shardmark.plugin import WorldsBySize
@@ -34,6 +34,7 @@ GROUPS = (Group([(5, 3), (7,), ()]), Group([(4, 4), (3,)], {"lr": 0.3, "weight_d
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "fused": True}),
+    "counting_in_groups": (CountingInGroups, {"lr": 0.1}),
 }
 
 

@@ -55,6 +55,21 @@ class Counting(torch.optim.Optimizer):
                 p.sub_(group["lr"] * state["rate"].item() / state["steps"] * state["sum"])
 
 
+class CountingInGroups(torch.optim.Optimizer):
+    """Counts steps in its param groups, as fused Adams of libraries do, and shrinks its rate by them."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                total = self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                p.sub_(group["lr"] / group["step"] * (total + group["weight_decay"] * p))
+
+
 class Wide(torch.optim.Optimizer):
     """Float64 weights and sums and an int64 count of nonzero gradients, for any parameter dtype. Its `load_state_dict`
     keeps these dtypes; torch's own would cast floating tensors to the parameter's."""
