@@ -50,7 +50,7 @@ def test_a_sparse_gradient_is_an_error_or_what_it_stands_for(implementation: Imp
     p = start.clone().requires_grad_()
     try:
         optimizer = implementation.watched([p])
-        for sparse in (grad.to_sparse(), torch.sparse_coo_tensor(*twice, size=(3,))):
+        for sparse in (grad.to_sparse(), torch.sparse_coo_tensor(*twice, size=(3,), check_invariants=True)):
             p.grad = sparse
             optimizer.step()
     except Exception:
