@@ -79,8 +79,8 @@ class History:
     lies (one of `PLACES`)."""
     hooks: tuple[tuple[str, bool, int], ...]
     """"pre" or "post", registered before the policy or after, index of the block. Removed before the last pass."""
-    first_waits_longest: bool
-    """Run the backwards that wait last forward first; else first forward first."""
+    last_forward_first: bool
+    """Waiting backwards run last forward first; else first forward first."""
     events: tuple[Pass, ...]
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ HISTORIES = st.builds(
     hooks=st.lists(
         st.tuples(st.sampled_from(("pre", "post")), st.booleans(), st.integers(0, 4)), max_size=2
     ).map(tuple),
-    first_waits_longest=st.booleans(),
+    last_forward_first=st.booleans(),
     events=st.lists(PASSES, min_size=1, max_size=3).map(tuple),
 )  # fmt: skip
 

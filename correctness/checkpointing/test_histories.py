@@ -79,11 +79,11 @@ def _results(policy: Any, history: History, device: str) -> list[Result]:
         elif output.requires_grad and (each.waits or not each.backward_inside):
             found += _backward(number, each, output, named, device)
             while waiting:
-                found += _backward(*waiting.pop(-history.first_waits_longest), named, device)
+                found += _backward(*waiting.pop(-history.last_forward_first), named, device)
         del output
         found.append((number, "what is drawn afterwards", torch.rand(3, device=device)))
     while waiting:
-        found += _backward(*waiting.pop(-history.first_waits_longest), named, device)
+        found += _backward(*waiting.pop(-history.last_forward_first), named, device)
     return found
 
 

@@ -13,7 +13,7 @@ from correctness.support.contracts import Note, is_ours
 from correctness.support.metering import device_of_rank
 from correctness.support.on_ranks import assert_nothing_wrong, on_every_rank
 from impl.collectives.cases import COLLECTIVES
-from shardmark.api import Implementation, Unsupported
+from shardmark.api import Implementation
 from shardmark.meter.memory import meter
 from shardmark.ranks.world import World
 
@@ -34,8 +34,6 @@ def around_inference_mode(implementation: Implementation, device: str) -> tuple[
                     handle = call.start(implementation.watched, async_op)
                     if async_op:
                         handle.wait()
-                except Unsupported:
-                    raise
                 except RuntimeError as error:
                     refused.append(f"{name} in inference mode: {error}".splitlines()[0])
                 else:
@@ -53,12 +51,12 @@ def around_inference_mode(implementation: Implementation, device: str) -> tuple[
 def _assert_right(implementation: Implementation, ranks: Sequence[tuple[list[str], list[str]]], note: Note) -> None:
     """Fail for what is wrong on any rank; note what was refused, as PyTorch's own may, and ours may not."""
     assert_nothing_wrong([wrong for _, wrong in ranks])
-    for refused in ranks[0][0]:
+    for refused in dict.fromkeys(line for refusals, _ in ranks for line in refusals):
         assert not is_ours(implementation) or implementation.name == "backend", refused
         note("note", refused)
 
 
-def test_inference_mode_is_forgotten(
+def test_a_call_in_inference_mode_changes_nothing_for_later_ones(
     implementation: Implementation, world: World, device: str, record_property: Note
 ) -> None:
     _assert_right(implementation, world.run(around_inference_mode, implementation, device), record_property)
@@ -92,18 +90,23 @@ def test_results_of_parameters_require_no_gradient(
 @on_every_rank
 def test_memory_does_not_grow_with_the_sizes(implementation: Implementation, device: str) -> list[str]:
     """Batches and sequences have many lengths: buffers that are kept for each size add up."""
-    wrong = []
-    for name in COLLECTIVES:
-        with meter(device_of_rank()) as memory:
-            for elements in SIZES:
-                call = Call(name, small_integers(torch.float32), elements, device)
-                handle = call.start(implementation.watched, async_op=elements % 2_000 == 0)
-                if handle is not None:
-                    handle.wait()
-                largest = sum(tensor.nbytes for tensor in call.tensors)
-                del call, handle
-                memory.mark("first" if elements == SIZES[0] else "last")
-        grown = memory.phases["last"] - memory.phases["first"]
-        if grown > 4 * largest:
-            wrong.append(f"{len(SIZES)} calls of {name}, each of another size, leave {grown:,} bytes behind")
-    return wrong
+    return [
+        line for name in COLLECTIVES for line in min((_grown(implementation, name, device) for _ in range(3)), key=len)
+    ]
+
+
+def _grown(implementation: Implementation, name: str, device: str) -> list[str]:
+    """Describe memory that calls of many sizes leave; a backend's thread may free a tensor late."""
+    with meter(device_of_rank()) as memory:
+        for elements in SIZES:
+            call = Call(name, small_integers(torch.float32), elements, device)
+            handle = call.start(implementation.watched, async_op=elements % 2_000 == 0)
+            if handle is not None:
+                handle.wait()
+            largest = sum(tensor.nbytes for tensor in call.tensors)
+            del call, handle
+            memory.mark("first" if elements == SIZES[0] else "last")
+    grown = memory.phases["last"] - memory.phases["first"]
+    if grown <= 4 * largest:
+        return []
+    return [f"{len(SIZES)} calls of {name}, each of another size, leave {grown:,} bytes behind"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import threading
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ from shardmark.ranks.world import World
 pytestmark = pytest.mark.family("collectives")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8)
+
+UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+"""Groups have their ranks in the order that is given, where this PyTorch can make them so."""
 
 PATIENCE = 20.0
 """Timeout of a wait in seconds, below the world's deadline: a hang is then reported in one line."""
@@ -93,6 +97,8 @@ def histories(draw: st.DrawFn, ranks: int, mixed: bool) -> History:
     groups = [(everyone, 0), (everyone, 1)]
     groups += [(tuple(part), 0) for part in (order[:cut], order[cut:]) if part and len(part) < ranks]
     groups += [(tuple(order), 2)]
+    if not UNSORTED:
+        groups = [(tuple(sorted(members)), which) for members, which in groups]
     numbers = count(1)
 
     def start(asynchronous: bool) -> Start:
@@ -126,7 +132,7 @@ class Waiting:
         self.rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
         runs = [event.starts for event in history.events if isinstance(event, Starts)]
         keys = sorted({(start.ranks, start.which) for starts in runs for start in starts})
-        self.groups = {key: dist.new_group([*key[0]], sort_ranks=False) for key in keys if key != (everyone, 0)}
+        self.groups = {key: dist.new_group([*key[0]], **UNSORTED) for key in keys if key != (everyone, 0)}
         self.under_way: list[tuple[Start, Call, Any]] = []
         self.waited: list[tuple[Start, Call, Any]] = []
         self.order: list[str] = []

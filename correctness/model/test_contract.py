@@ -122,12 +122,13 @@ def _of_long_context(implementation: Implementation, context: int, device: str) 
 
 @float64
 def test_float64_is_float64_throughout(implementation: Implementation, device: str) -> None:
-    """Models of one process share nothing that has a dtype: of this size one of each narrower dtype is made before."""
+    """A float32 and a bfloat16 model of this size are made first: no cache may be shared across dtypes."""
     size, context = TransformerSize(d_model=28, d_ff=8, layers=1, heads=2, vocab=20), 19
     tokens = draw(device, context=context, size=size)
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        torch.set_default_dtype(dtype)
-        implementation.watched(size, context_length=context).to(device)(tokens)
+    torch.set_default_dtype(torch.float32)
+    for dtype in (torch.bfloat16, torch.float32):
+        implementation.watched(size, context_length=context).to(device, dtype)(tokens)
+    torch.set_default_dtype(torch.float64)
     model, plain = models(implementation, device, size, context)
     assert_logits(model(tokens), plain(tokens), 1e-11, " of a model made in float64")
 

@@ -148,9 +148,13 @@ def changed_in_state(before: dict[str, Any], now: dict[str, Any]) -> str:
 @contextmanager
 def random_state_stays(what: str) -> Iterator[None]:
     """Assert that the block draws no random numbers and sets no seed: those that follow are the caller's."""
-    before = torch.get_rng_state()
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+    before = states()
     yield
-    assert torch.equal(torch.get_rng_state(), before), f"{what} moves the random state, or sets a seed"
+    assert all(map(torch.equal, states(), before)), f"{what} moves the random state, or sets a seed"
 
 
 def held_by(call: Callable[[], Any], device: str) -> int:

@@ -46,11 +46,11 @@ def test_the_loss_and_its_gradients_are_those_of_the_mean_cross_entropy(
 
 @pytest.mark.parametrize("rows", [4, 64, 67])
 def test_the_mean_is_over_all_targets_of_a_large_batch(implementation: Implementation, rows: int, device: str) -> None:
-    """Rows have each another number of targets, and the model lets them depend on one another: the loss of
-    micro-batches is another number."""
+    """Rows have different numbers of targets, and the model mixes rows: the average of micro-batches' losses is another
+    loss."""
     of = setting(implementation, device, model=moody_model())
     tokens, targets = batch(device, (rows, 8))
-    counted = torch.arange(rows, device=device)[:, None] >= rows // 8 * torch.arange(8, device=device)
+    counted = 8 * torch.arange(rows, device=device)[:, None] >= rows * torch.arange(8, device=device)
     targets = targets.masked_fill(~counted, -100)
     loss, expected = exact(of.model, tokens, targets)
     assert_loss(of.step(tokens, targets), loss)

@@ -22,8 +22,8 @@ class Policy(Protocol):
     - Outputs and gradients (of parameters, the input and further arguments) are bitwise those without checkpointing: by
       `backward()`, with `inputs=` too, and by `torch.autograd.grad`; in any dtype, under autocast in any of its
       dtypes, whatever context backward runs in; in training and eval mode, and where submodules' modes differ; where
-      the input or some parameters need no gradient; where several forwards come before the first backward, in either
-      order; of a deep copy, and after weights were loaded or parameters replaced.
+      the input or some parameters need no gradient; where several forwards come before their backwards, which
+      run in either order; of a deep copy, and after weights were loaded or parameters replaced.
     - Dropout drops the same in the recomputation, and backward leaves the state of the random number generators as it
       found it.
     - Parameters stay the same objects; their names in `state_dict` and the classes of modules do not change; hooks of

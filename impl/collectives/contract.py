@@ -39,7 +39,7 @@ class Collectives(Protocol):
     - Sums of integers are exact. The error of floating-point sums is at most that of n - 1 additions in the tensors'
       own dtype, in any order; an all-reduce gives bitwise equal sums on every rank.
     - Nothing is written but the result. A call in inference mode changes nothing for later ones. Memory that stays does
-      not grow with the number of calls or of their sizes.
+      not grow with the number of calls, nor with how many different sizes they have.
     - Any number may be under way, in several groups too; asynchronous ones on CPU in two groups may be started in
       different orders on ranks that do not wait in between. The caller's own messages do not mix with them.
     - Ranks outside of a group take no part.

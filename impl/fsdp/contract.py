@@ -24,8 +24,9 @@ class FullySharded(Protocol):
 
     - Wrapping gives every rank the parameters and buffers of the group's first rank. `parameters()` are then this
       rank's shards, in the parameters' own dtype, for any optimizer; some may be empty. Modules keep their classes.
+      Wrapping draws no random numbers.
     - A call is the module's own: arguments, hooks, outputs (in tuples, lists and dicts too, of which a loss may use
-      any), gradients of inputs. Wrapping draws no random numbers.
+      any), gradients of inputs.
     - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
       shard's `.grad`, of its shape and dtype, is this rank's part of the average over the ranks. A gradient missing on
       a rank counts as zero; one missing on all is zero or None. Gradients add up until they are set to None. Frozen
@@ -64,7 +65,8 @@ class FullySharded(Protocol):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients as `torch.nn.utils.clip_grad_norm_` does, by their norm over all ranks, so that it is at
-        most `max_norm`; return the norm before that. All ranks call. This method may be left out.
+        most `max_norm`; return the norm before that, which may be in float32. All ranks call. This method may be left
+        out.
         """
         ...
 

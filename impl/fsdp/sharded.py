@@ -183,7 +183,7 @@ class FullyShardedDataParallel(PlainStateDict):
         self.sharding.wait_for_host_memory()
         self._unsynchronized = False
 
-    @torch.inference_mode(False)  # an evaluation may be what finishes it, and gradients must not be its tensors
+    @torch.inference_mode(False)  # an evaluation in inference mode may come before: gradients are normal tensors
     @torch.no_grad()
     def _finish_backward(self) -> None:
         for unit in self.units[::-1]:

@@ -33,10 +33,11 @@ def by_type(*types: type[nn.Module]) -> Policy:
 
 def with_blocks(blocks: Collection[nn.Module] | nn.ModuleList) -> Policy:
     """Policy: `blocks` are units, and so are the outermost linears and embeddings outside of them, unless they share a
-    parameter: a tied one must lie in one unit, which is then the root."""
+    parameter with another module: these stay in the root, as a tied parameter must lie in one unit. One that is tied to
+    a block's lies in two."""
 
     def policy(module: nn.Module) -> list[nn.Module]:
-        places = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+        places = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
 
         def is_chosen(part: nn.Module) -> bool:
             is_small = isinstance(part, nn.Linear | nn.Embedding)

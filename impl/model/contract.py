@@ -23,7 +23,7 @@ class Model(Protocol):
       made while torch's default dtype is float64 computes in float64 throughout.
     - Each call is independent of earlier calls: with tokens of any shape, in training and evaluation mode, with and
       without autograd. It changes neither tokens nor weights nor the results of another call.
-    - It trains, under autocast too: from its own initial weights, each drawn on its own, every parameter gets a
+    - It trains, under autocast too: from its own initial weights, drawn independently, every parameter gets a
       gradient.
     - Its `state_dict` has `Transformer`'s names and shapes and no others, so that weights of one load into another.
 

@@ -32,11 +32,12 @@ class ShardedOptimizerContract(Protocol):
     Must:
 
     - When `step` returns, the parameters on every rank are those of `optimizer_cls(params, **defaults)`, for an
-      optimizer whose update of an element depends on that element's gradient and state alone. One that needs more
+      optimizer whose update of an element depends on that element's gradient and state and on its param group alone,
+      into which the optimizer may write, as a count of steps. One that needs more
       (Adafactor, LBFGS, Muon) is right too, or refused with a ValueError.
     - A parameter without a gradient keeps its value and state; parameters may be frozen and unfrozen between steps.
-    - Any option that a scheduler or the user changes in `param_groups` holds from the next step on, a tensor that
-      is changed in place too.
+    - Any option that a scheduler or the user changes in `param_groups` holds from the next step on, also
+      where it is a tensor that is filled in place.
     - The ranks share the state: each of n holds about 1/n of its bytes, and at most one parameter's more, for any
       dtypes and groups, whenever these are added, and after loading.
     - `state_dict` is the full state as `optimizer_cls` has it, on every rank; `load_state_dict` takes one saved on any

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from shardmark.report.plots import Published
 
-TRAINING_STEPS = "training_steps"
-"""A file with columns of its own: whole training steps of language models, with what each of 30 sources says of its
-hardware and program. A field is empty where the source does not say it. Predictions are not held to it yet."""
+# training_steps.csv has columns of its own: whole training steps of language models, with what each of 30 sources says
+# of its hardware and program, empty where it does not. Predictions are not held to it yet.
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "MiB": 2**20, "GiB": 2**30, "GB": 1e9}
 
 

@@ -100,15 +100,15 @@ def make(spec: str, device: str) -> Made:
     target, _ = found(label, spec)
     if not callable(target):
         raise RegistryError(f"{label}: it is of type {type(target).__name__}, and not a function that makes a model")
-    with torch.device(device), _Everything(device):
+    with torch.device(device), _InPlaceOfAGPU(device):
         made = _checked(label, target())
     made.module.to(device)
     made.batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), made.batch)
     return made
 
 
-class _Everything(TorchFunctionMode):
-    """Makes everything on one device, also what the user's function sends to another: `model.cuda()`."""
+class _InPlaceOfAGPU(TorchFunctionMode):
+    """Makes on another device what the user's function makes on a GPU: `model.cuda()`, `device="cuda"`, `x.to(0)`."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -118,15 +118,18 @@ class _Everything(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is Tensor.cuda:
             function, args, kwargs = Tensor.to, (args[0], self.device), {}
+        elif function is Tensor.to and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], self.device, *args[2:])
         elif function is not torch.device:
             args, kwargs = tree_map(self._here, (args, kwargs))
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = self.device
         return function(*args, **kwargs)
 
     def _here(self, value: Any) -> Any:
-        if isinstance(value, str) and value.partition(":")[0] in ("cuda", "cpu"):
-            return self.device
-        is_other = isinstance(value, torch.device) and value.type not in (self.device.type, "meta")
-        return self.device if is_other else value
+        named = isinstance(value, str) and value.partition(":")[0] == "cuda"
+        is_gpu = named or (isinstance(value, torch.device) and value.type == "cuda")
+        return self.device if is_gpu else value
 
 
 def found(label: str, spec: str) -> tuple[Any, str]:
@@ -167,7 +170,7 @@ def _as_list(label: str, module: nn.Module, blocks: Any) -> nn.ModuleList:
 
 def find_blocks(module: nn.Module) -> nn.ModuleList:
     """A transformer's blocks: the modules of one class that repeat in the outermost ModuleList, Sequential or
-    ModuleDict of numbers. Modules without children, such as linears, do not count."""
+    ModuleDict whose keys are numbers. Modules without children, such as linears, do not count."""
     lists = list(_repeated(module))
     return lists[0] if len(lists) == 1 else nn.ModuleList(block for blocks in lists for block in blocks)
 

@@ -182,5 +182,5 @@ def raising() -> tuple[Any, ...]:
 def on_a_gpu() -> tuple[Any, ...]:
     """As scripts for one GPU are written."""
     model = nn.Linear(3, 2).cuda().to("cuda:0")
-    model.register_buffer("scale", torch.ones(2, device=torch.device("cuda", 0)))
-    return model, (torch.randn(4, 3, device="cuda"),), lambda model, x: (model(x) * model.scale).square().mean()
+    model.register_buffer("scale", torch.ones(2, device=torch.device("cuda", 1)))
+    return model, (torch.randn(4, 3, device="cpu").to(0),), lambda model, x: (model(x) * model.scale).square().mean()

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 from unittest.mock import patch
 
@@ -256,15 +257,19 @@ def _read(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _drawn_twice(truncated_normal: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """PyTorch draws again until no number lies outside of the bounds. Numbers without values are drawn twice: some of
-    many thousands lie outside."""
+    """PyTorch draws again until all numbers lie within the bounds, for which it reads them. Without values: one more
+    draw, if some are expected outside."""
 
     @torch.no_grad()
     def drawing(x: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
-        if x.is_meta or _is_small(x):
+        try:
             return truncated_normal(x, mean, std, a, b, generator)
-        outside = (x.normal_(mean, std) < a) | (x > b)
-        return x.copy_(torch.where(outside, torch.empty_like(x).normal_(mean, std), x))
+        except Unsupported:
+            normal = NormalDist(mean, std)
+            if x.numel() * (normal.cdf(a) + 1 - normal.cdf(b)) >= 1:
+                mask = torch.empty_like(x, dtype=torch.bool)
+                x.copy_(torch.where(mask, torch.empty_like(x).normal_(mean, std), x))
+            return x
 
     return drawing
 
