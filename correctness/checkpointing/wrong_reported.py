@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from correctness.checkpointing.models import distinct_blocks
 from correctness.checkpointing.wrong import Forward, recomputed, wrapped
 from correctness.support.planting import defect
+from impl.checkpointing.policies import _mix_in
 
 
 @defect(cause="numerics", caught_by="test_gradients_under_autocast")
@@ -152,5 +157,89 @@ def of_the_input_alone(model: nn.Module) -> nn.Module:
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         return lambda x, *args, **kwargs: _OfTheInput.apply(lambda y: forward(y, *args, **kwargs), x)
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
+def tensors_in_containers_detached(model: nn.Module) -> nn.Module:
+    """huggingface/diffusers#12776: sees tensors that are themselves arguments; those in a tuple get no gradient."""
+
+    def cut(x: Any) -> Any:
+        return x if isinstance(x, Tensor) else tree_map_only(Tensor, Tensor.detach, x)
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        run = recomputed(forward)
+        return lambda *args, **kwargs: run(*map(cut, args), **{name: cut(x) for name, x in kwargs.items()})
+
+    return wrapped(model, wrap)
+
+
+@contextmanager
+def _recorded(states: list[Tensor]) -> Iterator[None]:
+    states.append(torch.get_rng_state())
+    yield
+
+
+@contextmanager
+def _replayed(states: list[Tensor]) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(states.pop())
+        yield
+
+
+@defect(cause="state", caught_by="test_any_history_is_to_the_bit")
+def random_states_on_a_stack(model: nn.Module) -> nn.Module:
+    """Each block keeps random states on a stack; another order of backwards takes those of another forward."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        states: list[Tensor] = []
+        contexts = lambda: (_recorded(states), _replayed(states))  # noqa: E731
+        return recomputed(forward, preserve_rng_state=False, context_fn=contexts)
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="state", caught_by="test_any_history_is_to_the_bit")
+def of_the_copied_model(model: nn.Module) -> nn.Module:
+    """Each block's forward is a closure over that block, so a deep copy of the model runs the weights of the first."""
+    return wrapped(model, lambda forward, block: lambda *args, **kwargs: recomputed(forward)(*args, **kwargs))
+
+
+class _Listed(nn.Module):
+    """A mixin of blocks that trains the parameters in `listed`."""
+
+    listed: set[nn.Parameter]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return recomputed(self.run)(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        others = {name: p.detach() for name, p in self.named_parameters() if p not in self.listed}
+        with _reparametrize_module(self, others):
+            return super().forward(*args, **kwargs)
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
+def of_the_parameters_at_first(model: nn.Module) -> nn.Module:
+    """Lists a block's parameters when the policy is applied; what is assigned or added later gets no gradient."""
+    for block in distinct_blocks(model):
+        _mix_in(block, _Listed)
+        vars(block)["listed"] = set(block.parameters())
+    return model
+
+
+@defect(cause="memory", caught_by="test_it_saves_where_an_evaluation_came_first")
+def the_first_call_decides(model: nn.Module) -> nn.Module:
+    """Keeps whether the first call needed gradients; if that was an evaluation, training saves nothing."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        decided: list[bool] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            decided[:] = decided or [torch.is_grad_enabled()]
+            return (recomputed(forward) if decided[0] else forward)(*args, **kwargs)
+
+        return run
 
     return wrapped(model, wrap)

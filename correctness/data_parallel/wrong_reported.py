@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -141,3 +142,31 @@ class StopsAtAFrozenParameter(Overlapped):
         self.order = [*takewhile(lambda p: p.requires_grad, order)]
         super().finish_gradient_synchronization()
         self.order = order
+
+
+@defect(cause="memory", caught_by="test_a_wrapper_that_is_deleted")
+class StateThatOutlivesIt(Plain):
+    """NVIDIA/Megatron-LM#6230: state of the run refers to the wrapper, so a deleted one keeps its parameters."""
+
+    reductions: ClassVar[WeakKeyDictionary[nn.Module, Any]] = WeakKeyDictionary()
+
+    def start(self) -> None:
+        super().start()
+        self.reductions[self] = self.reduce
+
+
+@defect(cause="gradients", caught_by="test_a_second_backward_before_synchronizing")
+class LosesASecondBackward(Overlapped):
+    """InfiniTensor/InfiniTrain#213: sends a copy of each gradient once; what a second backward adds is lost."""
+
+    def launch(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        copies = self.__dict__.setdefault("copies", [])
+        copies.append(parameter.grad.clone(memory_format=torch.contiguous_format))
+        self.handles.append(dist.all_reduce(copies[-1], group=self.group, async_op=True))
+
+    def wait(self) -> None:
+        for handle, p, copy in zip(self.handles, self.order, self.__dict__.pop("copies"), strict=True):
+            handle.wait()
+            p.grad.copy_(copy / self.size)

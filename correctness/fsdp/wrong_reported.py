@@ -136,3 +136,29 @@ class ClipsByItsOwnNorm(SmallFSDP):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+
+@defect(cause="memory", caught_by="test_after_a_step_only_shards_are_left")
+class FrozenUnitsStayGathered(FullyShardedDataParallel):
+    """pytorch/xla#5484: full parameters of a unit that is all frozen are not freed after its backward."""
+
+    def _reduce(self, unit: Unit) -> None:
+        if any(flat.trainable for flat in unit.flats):
+            super()._reduce(unit)
+        else:
+            unit.install_shards()
+
+    def _finish_backward(self) -> None:
+        units = self.units
+        self.units = [unit for unit in units if any(flat.trainable for flat in unit.flats)]
+        super()._finish_backward()
+        self.units = units
+
+
+@defect(cause="state", caught_by="test_the_random_state_is_the_callers")
+class SeedsEachRankAlike(SmallFSDP):
+    """Seeds the random generator for a common start: from then on all ranks draw the same dropout and data."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        torch.manual_seed(0)
+        super().__init__(module, **options)

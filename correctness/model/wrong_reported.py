@@ -1,6 +1,10 @@
 """Planted defects: transformers that are wrong as public trackers report."""
 
-from torch import Tensor
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
 
 from correctness.model.transformer_parts import Parts
 from correctness.support.planting import defect
@@ -28,3 +32,73 @@ class WordZeroIsPadding(Transformer):
     def __init__(self, size: TransformerSize, *, context_length: int) -> None:
         super().__init__(size, context_length=context_length)
         self.embedding.padding_idx = 0
+
+
+@defect(cause="state", caught_by="test_weights_are_drawn_one_by_one")
+class CopiesOfOneBlock(Transformer):
+    """pytorch/pytorch#72253: the blocks are deep copies of one block, and start with the same weights."""
+
+    def __init__(self, size: TransformerSize, *, context_length: int) -> None:
+        super().__init__(size, context_length=context_length)
+        self.blocks = nn.ModuleList(deepcopy(self.blocks[0]) for _ in range(size.layers))
+
+
+@defect(cause="two calls", caught_by="test_float64_is_float64_throughout")
+class TablesOfAnotherModel(Parts):
+    """ml-explore/mlx#561: models share RoPE's tables by their shape, whatever the dtype that these were made in."""
+
+    shared: ClassVar[dict[tuple[int, int], tuple[Tensor, Tensor]]] = {}
+
+    def __init__(self, size: TransformerSize, *, context_length: int) -> None:
+        super().__init__(size, context_length=context_length)
+        self.key = context_length, size.head_dim
+        if self.key not in self.shared:
+            self.shared[self.key] = super().tables(torch.empty(self.key, device="cpu"))
+
+    def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (table[: x.shape[-2]].to(x) for table in self.shared[self.key])
+        return cos, sin
+
+
+class _NormFromItsOutput(torch.autograd.Function):
+    """RMSNorm that saves its output in place of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        output = x * scale * weight
+        ctx.save_for_backward(output, weight, scale)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        output, weight, scale = ctx.saved_tensors
+        normed, scaled = output / weight.masked_fill(weight == 0, 1), grad * weight
+        of_x = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * scale
+        return of_x, (grad * normed).flatten(0, -2).sum(0), None
+
+
+@defect(cause="gradients", caught_by="test_gradients_are_the_plain_models")
+class DividesByTheNormsWeight(Parts):
+    """NVIDIA/apex#1715: a norm's backward divides its output by the weight, and is wrong where that is zero."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _NormFromItsOutput.apply(x, weight, self.eps)
+
+
+@defect(cause="state", caught_by="test_a_call_has_the_weights_of_now")
+class CastsOnceAVersion(Parts):
+    """NVIDIA/apex#132: evaluation keeps a weight cast for autocast as long as its version stays, and `.data` changes
+    none.
+    """
+
+    cast: tuple[Any, Tensor] | None = None
+
+    def project(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        weight, device = w["output.weight"], x.device.type
+        if torch.is_grad_enabled() or weight.is_inference() or not torch.is_autocast_enabled(device):
+            return super().project(x, w)
+        key = weight.data_ptr(), weight._version, torch.get_autocast_dtype(device)
+        if self.cast is None or self.cast[0] != key:
+            self.cast = key, weight.to(key[-1])
+        return x.to(key[-1]) @ self.cast[1].T

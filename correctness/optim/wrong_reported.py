@@ -1,5 +1,6 @@
 """Planted defects: AdamW that is wrong as public trackers report."""
 
+import torch
 from torch import Tensor
 
 from correctness.optim.simple_adamw import Simple, State
@@ -44,3 +45,15 @@ class CorrectsByTheLastOnesSteps(Simple):
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         last = _active(group)[-1]
         super().move(p, grad, state, group, t if last is p else float(self.state_of(last)["step"]) + 1)
+
+
+@defect(cause="gradients", caught_by="test_a_sparse_gradient")
+class SquaresBeforeItSums(Simple):
+    """ooples/AiDotNet#1526: squares a sparse gradient's rows one by one: a token that occurs twice counts for less."""
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        dense, beta2 = grad.to_dense() if grad.is_sparse else grad, group["betas"][1]
+        if grad.is_sparse and beta2:
+            squares = torch.sparse_coo_tensor(grad._indices(), grad._values().square(), grad.shape).to_dense()
+            self.state_of(p)["exp_avg_sq"].add_(squares - dense.square(), alpha=(1 - beta2) / beta2)
+        super().update(p, dense, group)

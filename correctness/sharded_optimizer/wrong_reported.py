@@ -1,6 +1,6 @@
 """Planted defects: sharded optimizers that are wrong as public trackers report."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from correctness.sharded_optimizer.simple_zero import SimpleZero, options
 from correctness.support.planting import defect
+from impl.sharded_optimizer.sharded import ShardedOptimizer
 
 
 @defect(cause="subgroup", caught_by="test_a_process_group_that_is_not_the_world")
@@ -143,3 +144,27 @@ class CopiesTheRateAlone(SimpleZero):
     def copy_options(self) -> None:
         for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
             inner["lr"] = group["lr"]
+
+
+@defect(cause="options", caught_by="test_a_rate_in_a_tensor")
+class CopiesARateInATensorOnce(SimpleZero):
+    """deepspeedai/DeepSpeed#8202: a rate in a tensor is copied once, and changes of it in place do not arrive."""
+
+    def copy_options(self) -> None:
+        copies = self.__dict__.setdefault("copies", {})
+        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
+            for name, value in options(group).items():
+                inner[name] = copies.setdefault(value, value.clone()) if isinstance(value, Tensor) else value
+
+
+@defect(cause="state", caught_by="test_a_loaded_state_trains_on")
+class SavesNothingOfTheInnerGroups(ShardedOptimizer):
+    """deepspeedai/DeepSpeed#4396: does not save a step count in the inner optimizer's groups, as fused Adam has one."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        before = [set(group) for group in self.param_groups]
+        loss = super().step(closure)
+        for group, names in zip(self.param_groups, before, strict=True):
+            for name in set(group) - names:
+                del group[name]
+        return loss

@@ -1,0 +1,90 @@
+"""Planted defects: collectives that are right in a single call of a usual kind."""
+
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from correctness.collectives.simple_collectives import AfterOnce, Group, Plain
+from correctness.support.planting import defect
+
+
+def _once(after: AfterOnce, async_op: bool) -> Any:
+    return after if async_op else after.wait()
+
+
+@defect(cause="memory", caught_by="test_memory_does_not_grow_with_the_sizes")
+class ABufferOfEachSize(Plain):
+    """areal-project/AReaL#1209: keeps buffers for the next tensor of their size, of as many sizes as there are."""
+
+    free: ClassVar[dict[Any, list[Tensor]]] = {}
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        free = self.free.setdefault((input.shape, input.dtype, input.device), [])
+        with torch.inference_mode(False):
+            buffer = free.pop() if free else torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        handle = super().reduce_scatter(output.detach(), buffer.copy_(input.detach()), group, async_op=True)
+        return _once(AfterOnce(handle, lambda: free.append(buffer)), async_op)
+
+
+@defect(cause="memory", caught_by="test_memory_does_not_grow_with_the_sizes")
+class QueuesWork(Plain):
+    """pytorch/pytorch#193239: a queue for a watchdog keeps asynchronous work, and its tensors, after `wait`."""
+
+    queue: ClassVar[list[Any]] = []
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        handle = super().all_reduce(tensor, group, async_op=async_op)
+        self.queue += [(handle, tensor)] if async_op else []
+        return handle
+
+
+@defect(cause="state", caught_by="test_inference_mode_is_forgotten")
+class StagesInABufferOfAnEvaluation(Plain):
+    """lightseekorg/tokenspeed#794: sums small tensors in a buffer of the first call. Made in inference_mode, it is an
+    error in the next call outside.
+    """
+
+    def __init__(self) -> None:
+        self.stages: dict[Any, Tensor] = {}
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        flat, key = tensor.detach().view(-1), (group, tensor.dtype, tensor.device)
+        if flat.numel() > 4096:
+            return super().all_reduce(tensor, group, async_op=async_op)
+        stage = self.stages.pop(key, None)
+        stage = flat.new_empty(4096) if stage is None else stage
+        part = stage[: flat.numel()].copy_(flat)
+
+        def copy_back() -> None:
+            flat.copy_(part)
+            self.stages[key] = stage
+
+        return _once(AfterOnce(super().all_reduce(part, group, async_op=True), copy_back), async_op)
+
+
+@defect(cause="subgroup", caught_by="test_any_history_of_collectives")
+class GathersInAscendingOrder(Plain):
+    """pytorch/TensorRT#4380: takes a group's ranks in ascending order, also where the group has another order."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        ranks = dist.get_process_group_ranks(group)
+        order = sorted(range(len(ranks)), key=ranks.__getitem__)
+        parts = output.detach().view(len(ranks), output.numel() // len(ranks))
+        handle = super().all_gather(output, input, group, async_op=True)
+        return _once(AfterOnce(handle, lambda: parts.copy_(parts[order])), async_op)
+
+
+@defect(cause="shapes", caught_by="test_each_element_of_large_tensors_is_exact")
+class BoundsInFloat32(Plain):
+    """Bounds of pieces are multiples of a length in float32, whose rounding leaves out the end of a large tensor."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        flat = tensor.detach().view(-1)
+        count = flat.numel() // 2**22 + 1
+        bounds = (torch.arange(count + 1) * torch.tensor(flat.numel() / count)).long().tolist()
+        pieces = [flat[start:end] for start, end in pairwise(bounds)]
+        *others, last = [super(BoundsInFloat32, self).all_reduce(piece, group, async_op=True) for piece in pieces]
+        return _once(AfterOnce(last, lambda: [other.wait() for other in others]), async_op)
