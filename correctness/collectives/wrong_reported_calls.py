@@ -41,7 +41,7 @@ class QueuesWork(Plain):
         return handle
 
 
-@defect(cause="state", caught_by="test_inference_mode_is_forgotten")
+@defect(cause="state", caught_by="test_a_call_in_inference_mode_changes_nothing")
 class StagesInABufferOfAnEvaluation(Plain):
     """lightseekorg/tokenspeed#794: sums small tensors in a buffer of the first call. Made in inference_mode, it is an
     error in the next call outside.
