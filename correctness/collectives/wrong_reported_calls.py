@@ -37,7 +37,8 @@ class QueuesWork(Plain):
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         handle = super().all_reduce(tensor, group, async_op=async_op)
-        self.queue += [(handle, tensor)] if async_op else []
+        if async_op:
+            self.queue.append((handle, tensor))
         return handle
 
 
