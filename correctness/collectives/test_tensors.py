@@ -47,7 +47,9 @@ def test_each_element_of_large_tensors_is_exact(implementation: Implementation, 
     ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     for power in range(12, 27):
         part = ((2**power // 4) // ranks + 3) | 1
-        numbers = _of_21_bits(2**24 + 4 * ranks + 1)[: ranks * part + (name == "all_reduce" and ranks % 2 == 0)]
+        numbers = _of_21_bits(2**24 + 4 * ranks + 1)[: ranks * part]
+        if name == "all_reduce":
+            numbers = numbers[: len(numbers) // 4 * 4 + 1]  # above 2^24 float32 has it not, and rounds it down
         own = slice(rank * part, (rank + 1) * part)
         if name == "all_gather":
             given, expected = [torch.empty_like(numbers), numbers[own] + rank], numbers.clone()

@@ -106,7 +106,9 @@ class FullyShard(nn.Module):
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), group=group, group_src=0)
         mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
-        self.module = fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(compute_dtype, reduce_dtype))
+        policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
+        # By default the root stays whole after an evaluation, and this root is the whole model.
+        self.module = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         for part in self.modules():
             vars(part)["_is_sharded"] = True
 

@@ -156,6 +156,7 @@ def moments_on_rank(implementation: Implementation, options: dict[str, Any], dev
 BETWEEN, ENDED = "between forward and backward", "once backward has ended"
 
 
+@pytest.mark.should("full gradients are freed as backward goes")
 def test_full_gradients_are_freed_as_backward_goes(implementation: Implementation, world: World, device: str) -> None:
     """Where backward ends, one or two of six layers may still have full gradients on the way, and full parameters."""
     limits = {ENDED: (2 / world.size + 0.7 + SLACK) * TOTAL}

@@ -56,11 +56,12 @@ class _Many:
     def __init__(self, optimizer_cls: Any, defaults: Group) -> None:
         self.optimizer_cls, self.defaults = optimizer_cls, dict(defaults)  # torch's loading adds to these defaults
         self.param_groups: list[Group] = []
+        self.empty: list[torch.optim.Optimizer] = []  # of each group, which writes into it what a step does
         self.optimizers: dict[Tensor, torch.optim.Optimizer] = {}
 
     def add_param_group(self, group: Group) -> None:
-        empty = self.optimizer_cls([{**group, "params": []}], **self.defaults)
-        self.param_groups.append({**empty.param_groups[0], "params": []})
+        self.empty.append(self.optimizer_cls([{**group, "params": []}], **self.defaults))
+        self.param_groups.append({**self.empty[-1].param_groups[0], "params": []})
         for p in group["params"]:
             self.add(p, self.param_groups[-1])
 
@@ -74,10 +75,11 @@ class _Many:
             group["params"].clear()
 
     def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.optimizers[p].param_groups[0].update(options(group))
-                self.optimizers[p].step()
+        for group, empty in zip(self.param_groups, self.empty, strict=True):
+            for one in (*(self.optimizers[p] for p in group["params"]), empty):
+                one.param_groups[0].update(options(group))
+                one.step()
+            group.update(options(empty.param_groups[0]))
 
     @property
     def state(self) -> dict[Tensor, Any]:

@@ -67,6 +67,8 @@ class SimpleZero(torch.optim.Optimizer):
         loss = self.call(closure)
         self.copy_options()
         self.inner.step()
+        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
+            group.update(options(inner))
         self.exchange(self.all_parameters)
         return loss
 

@@ -41,8 +41,9 @@ class FullySharded(Protocol):
       or the gradients' own.
     - If there is a `state_dict`, `load_state_dict` takes its result on the same ranks.
 
-    Should: ValueError for a module without trainable parameters, for a wrapper, and on every rank where the ranks'
-    modules differ in names or shapes; `gather_full_parameters` returns copies.
+    Should: full gradients are freed as backward goes; ValueError for a module without trainable parameters, for a
+    wrapper, and on every rank where the ranks' modules differ in names or shapes; `gather_full_parameters` returns
+    copies.
 
     Options of some: `wrap`, a function from a module to its submodules that become units; `reshard_after_forward`,
     whether full parameters are freed between forward and backward; `ignored_params`, a function from a module to
