@@ -97,8 +97,8 @@ def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
         return Event(kind, draw(st.integers(0, 1023)) if kind in ("forward", "backward") else 0)
 
     def following() -> Event:
-        """Draw the next event. PyTorch's FSDP keeps parameters that were gathered in inference mode, and keeps what a call gathered until the next backward, so that backward must
-        come before the weights change; and it takes one forward at a time."""
+        """Draw the next event. PyTorch's FSDP keeps what a call gathered, also in inference mode, until the next
+        backward, so that backward must come before the weights change; and it takes one forward at a time."""
         kinds = ["evaluate", "switch_mode", *["infer"] * (not of.of_torch)] + ["forward"] * 2 * (
             waiting < (1 if of.of_torch else 2)
         )
