@@ -73,7 +73,7 @@ def test_it_saves_in_each_mode_whatever_is_frozen(
 
 
 def test_it_saves_where_an_evaluation_came_first(implementation: Implementation, device: str) -> None:
-    """The first call decides nothing."""
+    """An evaluation before training does not switch checkpointing off."""
     found = _in_mode(implementation.watched, "train", "nothing", device, evaluated=True)
     _assert_saves(implementation, found, _without("train", "nothing", device), "after an evaluation")
 

@@ -52,9 +52,9 @@ class Pending:
         return self.future.result()
 
 
-def finished(handle: Any, then: Callable[[], Any], async_op: bool) -> Any:
-    """Wait and run `then` now, or return a handle whose `wait` does so."""
-    after = After(handle, then)
+def finished(handle: Any, then: Callable[[], Any], async_op: bool, once: bool = False) -> Any:
+    """Wait and run `then` now, or return a handle whose `wait` does so; with `once`, its first `wait` alone."""
+    after = (AfterOnce if once else After)(handle, then)
     return after if async_op else after.wait()
 
 

@@ -90,23 +90,28 @@ def test_results_of_parameters_require_no_gradient(
 @on_every_rank
 def test_memory_does_not_grow_with_the_sizes(implementation: Implementation, device: str) -> list[str]:
     """Batches and sequences have many lengths: buffers that are kept for each size add up."""
-    return [
-        line for name in COLLECTIVES for line in min((_grown(implementation, name, device) for _ in range(3)), key=len)
-    ]
+    wrong = []
+    for name in COLLECTIVES:
+        # Each pass has sizes of its own, as buffers of another pass would be used again.
+        passes = [
+            _grown(implementation, name, range(SIZES.start + i, SIZES.stop, SIZES.step), device) for i in range(3)
+        ]
+        wrong += min(passes, key=len)
+    return wrong
 
 
-def _grown(implementation: Implementation, name: str, device: str) -> list[str]:
-    """Describe memory that calls of many sizes leave; a backend's thread may free a tensor late."""
+def _grown(implementation: Implementation, name: str, sizes: range, device: str) -> list[str]:
+    """Describe memory that calls of these sizes leave; a backend's thread may free a tensor late."""
     with meter(device_of_rank()) as memory:
-        for elements in SIZES:
+        for i, elements in enumerate(sizes):
             call = Call(name, small_integers(torch.float32), elements, device)
-            handle = call.start(implementation.watched, async_op=elements % 2_000 == 0)
+            handle = call.start(implementation.watched, async_op=i % 2 == 0)
             if handle is not None:
                 handle.wait()
             largest = sum(tensor.nbytes for tensor in call.tensors)
             del call, handle
-            memory.mark("first" if elements == SIZES[0] else "last")
+            memory.mark("last" if i else "first")
     grown = memory.phases["last"] - memory.phases["first"]
     if grown <= 4 * largest:
         return []
-    return [f"{len(SIZES)} calls of {name}, each of another size, leave {grown:,} bytes behind"]
+    return [f"{len(sizes)} calls of {name}, each of another size, leave {grown:,} bytes behind"]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correctness.collectives.simple_collectives import AfterOnce, Done, Group, Plain, finished
+from correctness.collectives.simple_collectives import Done, Group, Plain, finished
 from correctness.support.planting import defect
 from impl.collectives import Ring
 from impl.collectives.messages import Peers, Steps
@@ -84,8 +84,8 @@ class DividesFirst(Plain):
         if not tensor.is_floating_point():
             return super().all_reduce(tensor, group, async_op=async_op)
         ranks, shared = dist.get_world_size(group), tensor.detach()
-        after = AfterOnce(dist.all_reduce(shared.div_(ranks), group=group, async_op=True), lambda: shared.mul_(ranks))
-        return after if async_op else after.wait()
+        handle = dist.all_reduce(shared.div_(ranks), group=group, async_op=True)
+        return finished(handle, lambda: shared.mul_(ranks), async_op, once=True)
 
 
 @defect(cause="memory", caught_by="test_a_collective_that_is_over_keeps_no_tensor")

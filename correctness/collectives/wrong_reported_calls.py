@@ -7,12 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correctness.collectives.simple_collectives import AfterOnce, Group, Plain
+from correctness.collectives.simple_collectives import Group, Plain, finished
 from correctness.support.planting import defect
-
-
-def _once(after: AfterOnce, async_op: bool) -> Any:
-    return after if async_op else after.wait()
 
 
 @defect(cause="memory", caught_by="test_memory_does_not_grow_with_the_sizes")
@@ -26,7 +22,7 @@ class ABufferOfEachSize(Plain):
         with torch.inference_mode(False):
             buffer = free.pop() if free else torch.empty(input.shape, dtype=input.dtype, device=input.device)
         handle = super().reduce_scatter(output.detach(), buffer.copy_(input.detach()), group, async_op=True)
-        return _once(AfterOnce(handle, lambda: free.append(buffer)), async_op)
+        return finished(handle, lambda: free.append(buffer), async_op, once=True)
 
 
 @defect(cause="memory", caught_by="test_memory_does_not_grow_with_the_sizes")
@@ -63,7 +59,7 @@ class StagesInABufferOfAnEvaluation(Plain):
             flat.copy_(part)
             self.stages[key] = stage
 
-        return _once(AfterOnce(super().all_reduce(part, group, async_op=True), copy_back), async_op)
+        return finished(super().all_reduce(part, group, async_op=True), copy_back, async_op, once=True)
 
 
 @defect(cause="subgroup", caught_by="test_any_history_of_collectives")
@@ -75,7 +71,7 @@ class GathersInAscendingOrder(Plain):
         order = sorted(range(len(ranks)), key=ranks.__getitem__)
         parts = output.detach().view(len(ranks), output.numel() // len(ranks))
         handle = super().all_gather(output, input, group, async_op=True)
-        return _once(AfterOnce(handle, lambda: parts.copy_(parts[order])), async_op)
+        return finished(handle, lambda: parts.copy_(parts[order]), async_op, once=True)
 
 
 @defect(cause="shapes", caught_by="test_each_element_of_large_tensors_is_exact")
@@ -88,4 +84,4 @@ class BoundsInFloat32(Plain):
         bounds = (torch.arange(count + 1) * torch.tensor(flat.numel() / count)).long().tolist()
         pieces = [flat[start:end] for start, end in pairwise(bounds)]
         *others, last = [super(BoundsInFloat32, self).all_reduce(piece, group, async_op=True) for piece in pieces]
-        return _once(AfterOnce(last, lambda: [other.wait() for other in others]), async_op)
+        return finished(last, lambda: [other.wait() for other in others], async_op, once=True)

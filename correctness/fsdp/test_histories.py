@@ -93,15 +93,14 @@ def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
         nonlocal waiting, unsynchronized, used
         waiting += {"forward": 1, "backward": -1, "step": -waiting, "load": -waiting}.get(kind, 0)
         unsynchronized = kind == "backward" or (unsynchronized and kind != "finish")
-        used = kind in ("forward", "evaluate", "infer") or (used and kind != "backward")
+        used = kind in ("forward", "evaluate") or (used and kind != "backward")
         return Event(kind, draw(st.integers(0, 1023)) if kind in ("forward", "backward") else 0)
 
     def following() -> Event:
         """Draw the next event. PyTorch's FSDP keeps what a call gathered, also in inference mode, until the next
         backward, so that backward must come before the weights change; and it takes one forward at a time."""
-        kinds = ["evaluate", "switch_mode", *["infer"] * (not of.of_torch)] + ["forward"] * 2 * (
-            waiting < (1 if of.of_torch else 2)
-        )
+        kinds = ["evaluate", "switch_mode"] + ["forward"] * 2 * (waiting < (1 if of.of_torch else 2))
+        kinds += ["infer"] * (not of.of_torch)
         kinds += ["backward"] * 3 * bool(waiting) + ["finish"] * 2 * unsynchronized
         if not (of.of_torch and (waiting or used)):
             kinds += ["gather"]

@@ -41,7 +41,7 @@ CONTEXTS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
     "in no_grad under autocast to bfloat16": lambda device: _both(torch.no_grad(), device),
     "in inference_mode under autocast to bfloat16": lambda device: _both(torch.inference_mode(), device),
 }
-"""The last two are evaluations of a model that trains under autocast."""
+"""Contexts of a call, by the name that a history prints: a context manager for a device."""
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,

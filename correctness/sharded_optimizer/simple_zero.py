@@ -79,7 +79,11 @@ class SimpleZero(torch.optim.Optimizer):
     def copy_options(self) -> None:
         """Copy options from the user's param groups, which a scheduler changes, to the inner optimizer."""
         for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            inner.update(options(group))
+            inner.update(self.taken(group))
+
+    def taken(self, group: Group) -> Group:
+        """Return the options that the inner optimizer takes from one of the user's param groups."""
+        return options(group)
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, parameter in enumerate(parameters):

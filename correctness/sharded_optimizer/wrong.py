@@ -45,17 +45,16 @@ class AddsWithDefaults(SimpleZero):
     def add_inner_group(self, group: Group) -> None:
         super().add_inner_group(group if self.inner is None else {"params": group["params"]})
 
-    def copy_options(self) -> None:
-        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            inner["lr"] = group["lr"]
+    def taken(self, group: Group) -> Group:
+        return {"lr": group["lr"]}
 
 
 @defect(cause="options", caught_by="test_options_changed_between_steps_hold")
 class RateOfTheStart(SimpleZero):
     """facebookresearch/fairscale#58: a rate that a scheduler changes does not reach the ranks' own optimizers."""
 
-    def copy_options(self) -> None:
-        """Leave the options as they are: changes are ignored."""
+    def taken(self, group: Group) -> Group:
+        return {}
 
 
 @defect(cause="options", caught_by="test_each_group_has_its_own_options")

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from correctness.sharded_optimizer.simple_zero import SimpleZero, options
+from correctness.sharded_optimizer.simple_zero import Group, SimpleZero, options
 from correctness.support.planting import defect
 from impl.sharded_optimizer.sharded import ShardedOptimizer
 
@@ -141,20 +141,27 @@ class SavesTwoMoments(SimpleZero):
 class CopiesTheRateAlone(SimpleZero):
     """facebookresearch/fairscale#66: of the options that change, the rate alone reaches the ranks' own optimizers."""
 
-    def copy_options(self) -> None:
-        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            inner["lr"] = group["lr"]
+    def taken(self, group: Group) -> Group:
+        return {"lr": group["lr"]}
 
 
 @defect(cause="options", caught_by="test_a_rate_in_a_tensor")
 class CopiesARateInATensorOnce(SimpleZero):
     """deepspeedai/DeepSpeed#8202: a rate in a tensor is copied once, and changes of it in place do not arrive."""
 
-    def copy_options(self) -> None:
+    def taken(self, group: Group) -> Group:
         copies = self.__dict__.setdefault("copies", {})
-        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            for name, value in options(group).items():
-                inner[name] = copies.setdefault(value, value.clone()) if isinstance(value, Tensor) else value
+        return {
+            name: copies.setdefault(value, value.clone()) if isinstance(value, Tensor) else value
+            for name, value in options(group).items()
+        }
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        rates = [group["lr"] for group in self.param_groups]
+        loss = super().step(closure)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate  # the caller's own tensor, not the copy
+        return loss
 
 
 @defect(cause="state", caught_by="test_a_loaded_state_trains_on")
