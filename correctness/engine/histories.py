@@ -24,6 +24,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from correctness.engine.examples import FEW_EXAMPLES, LEFT_OUT, Work
 from shardmark.api import note_events, note_unasked
+from shardmark.ranks.deadline import Hung
 
 SHRINKING = 200
 """Most histories that are played to find a shorter one that fails: a number, and no time, so that the same file has the
@@ -82,6 +83,9 @@ def play(player: Player, history: History, begins: Callable[[int], object] = lam
             if first is not None:
                 break  # later problems may be consequences
             error.add_note(report(history, Problem(after, "")))
+            error.after = after  # type: ignore[attr-defined]
+            raise
+        except Hung as error:
             error.after = after  # type: ignore[attr-defined]
             raise
         if what and first is None:
@@ -181,6 +185,9 @@ class _Search:
             except Exception as error:
                 after = getattr(error, "after", len(history.events))
                 self.failures[key] = error, told(history, after)
+            except Hung as error:  # here, and not on ranks: the test's deadline has passed, so it is not shortened
+                note_events(told(history, getattr(error, "after", 0)))
+                raise
             else:
                 if problem is not None:
                     self.failures[key] = AssertionError(report(history, problem)), told(history, problem.after)
