@@ -36,7 +36,7 @@ def _marked(names: Iterable[str]) -> list[Any]:
 
 
 LARGE = (
-    *("tile", "tile_and_one", "one_less_than_tiles", "beyond_1024", "keys_beyond_4096"),
+    *("tiles", "tile", "tile_and_one", "one_less_than_tiles", "beyond_1024", "keys_beyond_4096"),
     *("beyond_2048", "queries_beyond_32768", "keys_beyond_32768", "fewer_keys_seen", "more_keys_seen"),
 )
 
@@ -58,7 +58,7 @@ def test_a_query_sees_the_keys_up_to_its_own(
         part = random_inputs(*shapes, dtype, device)
         skip_if_slow(implementation, lambda: results(implementation.watched, part, is_causal), device)
     keys, queries = _around_powers_of_two(k_len), _around_powers_of_two(q_len)
-    q, k, v = (torch.zeros(n, 40, dtype=dtype, device=device) for n in (q_len, k_len, k_len))
+    q, k, v = (torch.zeros(n, 64, dtype=dtype, device=device) for n in (q_len, k_len, k_len))
     grad = torch.zeros_like(q)
     v[keys, torch.arange(len(keys))] = 1
     grad[queries, torch.arange(len(queries))] = 1
@@ -92,7 +92,7 @@ def _assert_weights(when: str, found: Tensor, wanted: Tensor, queries: Tensor | 
 def test_none_is_lost_of_any_number(implementation: Implementation, examples: int, of: str, device: str) -> None:
     """For any tile size, the last key is seen and the last query is computed."""
     for n in one_beyond_tiles(examples):
-        shapes = ((n, 4), (3, 4)) if of == "queries" else ((3, 4), (n, 4))
+        shapes = ((n, 16), (3, 16)) if of == "queries" else ((3, 16), (n, 16))
         inputs = random_inputs(*shapes, torch.float32, device)
         found = results(implementation.watched, inputs, is_causal=False)
         assert_near(found, results(eager_attention, [x.double() for x in inputs], is_causal=False), f"{n} {of}")
@@ -167,11 +167,13 @@ def test_leading_indices_do_not_see_each_other(implementation: Implementation, d
     assert_near(found, wanted, "beside a sequence with large scores")
 
 
-GROUPED = {  # leading dims of q, leading dims of k and v
-    "two_groups": ((2, 4), (2, 2)),
-    "one_key_head": ((2, 3), (2, 1)),
-    "heads_alone": ((6,), (2,)),
-    "many_leading_dims": ((2, 1, 4), (2, 1, 2)),
+GROUPED = {  # shapes of q, and of k and v
+    "two_groups": ((2, 4, 45, 16), (2, 2, 33, 16)),
+    "one_key_head": ((2, 3, 45, 16), (2, 1, 33, 16)),
+    "heads_alone": ((6, 45, 16), (2, 33, 16)),
+    "many_leading_dims": ((2, 1, 4, 45, 16), (2, 1, 2, 33, 16)),
+    "one_query": ((2, 4, 1, 16), (2, 2, 33, 16)),
+    "tiles": ((3, 200, 16), (1, 210, 16)),
 }
 
 
@@ -179,13 +181,12 @@ GROUPED = {  # leading dims of q, leading dims of k and v
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.judged)], ids=str
 )
-@pytest.mark.parametrize("heads", GROUPED)
+@pytest.mark.parametrize("heads", _marked(GROUPED))
 def test_takes_grouped_query_heads(
     implementation: Implementation, heads: str, dtype: torch.dtype, is_causal: bool, device: str
 ) -> None:
-    q_leading, k_leading = GROUPED[heads]
-    inputs = random_inputs((*q_leading, 45, 16), (*k_leading, 33, 16), dtype, device)
-    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal)
+    """A tile may begin in one head's queries and end in the next one's: in `tiles` it ends in the next one's first."""
+    assert_as_accurate_as_eager(implementation.watched, random_inputs(*GROUPED[heads], dtype, device), is_causal)
 
 
 NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -136,8 +136,12 @@ def test_the_same_tensors_changed_in_place_give_other_results(
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "nothing_requires_grad"])
-def test_gives_the_same_output_without_gradients(implementation: Implementation, mode: str, device: str) -> None:
-    *qkv, _ = inputs = _inputs(device, 40, 33)
+@pytest.mark.parametrize(("q_len", "k_len"), [(40, 33), (1, 33), (33, 1), (2, 2)])
+def test_gives_the_same_output_without_gradients(
+    implementation: Implementation, q_len: int, k_len: int, mode: str, device: str
+) -> None:
+    """One query is no step of a decoder, which would see all keys: a causal one sees the first."""
+    *qkv, _ = inputs = _inputs(device, q_len, k_len)
     contexts = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
     for is_causal in (True, False):
         with contexts.get(mode, torch.enable_grad)():

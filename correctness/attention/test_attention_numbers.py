@@ -185,6 +185,25 @@ def test_autocast_does_not_change_the_result_of_float32_inputs_much(
         assert off <= tolerance * (1 + exact[name].abs().max().item()), f"under autocast to {to} {name} is off by {off}"
 
 
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_the_weights_of_a_backward_pass_after_autocast_add_up_to_one(
+    implementation: Implementation, is_causal: bool, device: str
+) -> None:
+    """They do not where backward, which runs outside autocast, makes the scores in another precision than forward.
+
+    Column c of the output's gradient is 1 at query c and 0 elsewhere, so that column of v's gradient has its weights.
+    """
+    q, k, v, _ = random_inputs((2, 64, 64), (2, 97, 64), torch.float32, device)
+    q, k, v = ((x * size).requires_grad_() for x, size in ((q, 4), (k, 2), (v, 1)))  # scores of up to some 30
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = implementation.watched(q, k, v, is_causal=is_causal)
+    out.backward(torch.eye(64, dtype=out.dtype, device=device).expand_as(out))
+    assert v.grad is not None
+    sums = v.grad.sum(-2)
+    off = (sums - 1).abs().max().item()
+    assert off <= 2 * torch.finfo(torch.bfloat16).eps, f"in backward, a query's weights add up to {1 + off:.3f} or so"
+
+
 def test_autocast_leaves_float64_as_it_is(implementation: Implementation, device: str) -> None:
     """A RuntimeError, as torch.cat raises, is accepted too."""
     inputs = random_inputs((2, 2, 40, 8), (2, 2, 33, 8), torch.float64, device)

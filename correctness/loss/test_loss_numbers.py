@@ -74,15 +74,25 @@ def test_a_nan_makes_the_loss_nan(
 
 AUTOCAST = {"float32": (torch.float32, torch.float32), "mixed": (None, torch.float32)}
 """Dtypes of hidden and weight; None stands for autocast's dtype."""
+LARGE = 30_000.0
+"""Times usual ones, logits are above float16's range and within that of bfloat16."""
 
 
-@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("to", "size"),
+    [
+        pytest.param(torch.bfloat16, 1.0, id="torch.bfloat16"),
+        pytest.param(torch.float16, 1.0, id="torch.float16"),
+        pytest.param(torch.bfloat16, LARGE, id="large-torch.bfloat16"),
+    ],
+)
 @pytest.mark.parametrize("how", AUTOCAST)
 def test_under_autocast_products_are_in_its_dtype_and_the_loss_is_not(
-    implementation: Implementation, how: str, to: torch.dtype, device: str, record_property: Note
+    implementation: Implementation, how: str, to: torch.dtype, size: float, device: str, record_property: Note
 ) -> None:
     """The reference is Linear and cross_entropy under autocast. `mixed`: hidden is in half precision already."""
     inputs = random_inputs(60, 32, 97, device)
+    inputs = replace(inputs, hidden=size * inputs.hidden)
     dtypes = [to if dtype is None else dtype for dtype in AUTOCAST[how]]
 
     def under_autocast(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
