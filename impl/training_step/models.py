@@ -11,17 +11,30 @@ from torch.nn.functional import cross_entropy
 from impl.model import SIZES, Transformer
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.training_step.cases import TrainingStepCase
-from shardmark.api import Implementation, Loss, Made, OwnModelCase, Unsupported, make, resized, resolve
+from shardmark.api import (
+    Implementation,
+    Loss,
+    Made,
+    OwnModelCase,
+    Unsupported,
+    make,
+    named_optimizer,
+    resized,
+    resolve,
+)
 
 
-def made(case: TrainingStepCase | OwnModelCase) -> Made:
-    """Make the case's model, batch and loss on the default device."""
+def made(case: TrainingStepCase | OwnModelCase, casts: bool = False) -> Made:
+    """Make the case's model, batch, loss and optimizer on the default device. The loss of a user's own model is under
+    autocast if the case asks for a compute dtype, unless the strategy `casts` to it itself."""
     if isinstance(case, OwnModelCase):
         own = make(case.model, torch.get_default_device().type)
         for dim, size in enumerate((case.batch, case.context)):
             if size is not None:
                 own.batch = resized(own.batch, dim, size)
-        if case.autocast:
+        if case.recipe.optimizer is not None:
+            own.optimizer = named_optimizer(case.recipe.optimizer)
+        if case.autocast or (case.recipe.compute_dtype and not casts):
             own.loss = _under_autocast(own.loss)
         if case.checkpointed:
             checkpointed(resolve("checkpointing", "full"), own)

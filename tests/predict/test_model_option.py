@@ -11,7 +11,7 @@ import torch._dynamo  # or each run of pytest would import it anew, as `pytester
 import torch.distributed as dist
 from torch import nn
 
-from correctness.support.own_model import Trained, assert_as_in_one_process, own_model, train
+from correctness.support.own_model import Trained, assert_as_in_one_process, optimizer_of, own_model, train
 from correctness.support.paths import ROOT
 from impl.data_parallel import NaiveDataParallel
 from impl.fsdp import with_blocks
@@ -237,8 +237,10 @@ def test_an_operator_has_its_own_line_or_that_of_its_function() -> None:
 
 
 def trained_on_rank(case: OwnModelCase, device: str) -> Trained:
-    model = NaiveDataParallel(own_model(case, device, dist.get_rank()).module)
-    return train(model, case, device, model.module.named_parameters, model.finish_gradient_synchronization)
+    own = own_model(case, device, dist.get_rank())
+    model = NaiveDataParallel(own.module)
+    optimizer = optimizer_of(case, own)(list(model.parameters()))
+    return train(model, case, device, model.module.named_parameters, optimizer, model)
 
 
 @pytest.mark.parametrize(

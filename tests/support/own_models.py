@@ -95,6 +95,16 @@ def tied() -> tuple[Any, ...]:
     return Tied(), (tokens,), lambda model, tokens: cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
+def with_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Weight decay of the first half alone."""
+    half = len(parameters) // 2
+    return torch.optim.AdamW([{"params": parameters[:half], "weight_decay": 0.1}, {"params": parameters[half:]}], 1e-3)
+
+
+def with_optimizer() -> dict[str, Any]:
+    return {"model": Net(), "batch": rows(), "loss": loss, "optimizer": with_groups}
+
+
 def keeping() -> tuple[Any, ...]:
     return Keeping(), rows(), loss
 
