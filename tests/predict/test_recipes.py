@@ -1,23 +1,28 @@
 """The optimizer, compute dtype, micro-batches and clipping of a user's own model: metered and predicted."""
 
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from impl.data_parallel.workload import DataParallelStep
 from impl.fsdp.workload import FSDPStep
 from impl.sharded_optimizer.workload import ShardedStep
 from impl.training_step.workload import LanguageModelStep
+from shardmark.api.finding import RegistryError
 from shardmark.api.own_model import OwnModelCase
-from shardmark.api.recipe import PLAIN, Recipe
-from shardmark.api.registry import family
+from shardmark.api.recipe import ADAMW, PLAIN, Recipe, recipe_of, taken_apart
+from shardmark.api.registry import Unsupported, family
 from shardmark.meter.plan import Plan
 from shardmark.plugin import WorldsBySize
+from shardmark.predict.own_model import check
 from shardmark.predict.simulation.predict import predict
+from tests.support.own_models import with_groups
 from tests.support.predicting import OWN, metered
-
-pytest_plugins = ["pytester", "tests.support.project"]
 
 WORKLOADS: dict[str, type[Any]] = {
     "training_step": LanguageModelStep,
@@ -80,3 +85,88 @@ def test_what_is_predicted_is_what_each_rank_meters(
     for rank, real in enumerate(worlds(plan.world_size).run(metered, plan)):
         found = predict(plan, rank).memory
         assert (found.phases, found.peaks, found.tensors) == (real.phases, real.peaks, real.tensors)
+
+
+LIKE = "it is adamw, sgd, or a class with its options by name, such as torch.optim.AdamW(lr=1e-4, foreach=True)"
+SPEC = "tests.support.own_models"
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (("adam", None, None, None), f"--optimizer adam: {LIKE}"),
+        (("torch.optim.SGD(0.1)", None, None, None), f"--optimizer torch.optim.SGD(0.1): {LIKE}"),
+        (("torch.optim.SGD(lr=f())", None, None, None), f"--optimizer torch.optim.SGD(lr=f()): {LIKE}"),
+        (("torch.optim.Old", None, None, None), "--optimizer torch.optim.Old: torch.optim has no 'Old'"),
+        (("torch.nn.Linear", None, None, None), "--optimizer torch.nn.Linear: it is not a class of *.Optimizer"),
+        ((None, "float16", None, None), "--compute-dtype is bfloat16, not 'float16'"),
+        ((None, None, "0", None), "--micro-batches is a number from 1 to 99,999, not '0'"),
+        ((None, None, None, "-1"), "--clip is the largest norm of the gradients, such as 1.0, not '-1'"),
+        ((None, None, None, "nan"), "--clip is the largest norm of the gradients, such as 1.0, not 'nan'"),
+    ],
+)
+def test_a_bad_value_is_one_line(given: tuple[str | None, ...], line: str) -> None:
+    with pytest.raises(RegistryError) as error:
+        recipe_of(*given)
+    assert fnmatchcase(str(error.value), line.replace("[", "[[]")), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "line"),
+    [
+        (
+            "make",
+            Recipe("torch.optim.SGD(rate=1)"),
+            "--optimizer torch.optim.SGD(rate=1): *: TypeError: *unexpected keyword argument 'rate'",
+        ),
+        ("make", Recipe("torch.optim.LBFGS"), "--optimizer torch.optim.LBFGS: *: TypeError: *'closure'"),
+        (
+            "in_bfloat16",
+            Recipe(compute_dtype="bfloat16"),
+            "--compute-dtype bfloat16 takes a model whose parameters are float32, not bfloat16",
+        ),
+    ],
+)
+def test_a_recipe_that_the_model_cannot_follow_is_one_line(name: str, recipe: Recipe, line: str) -> None:
+    with pytest.raises(RegistryError) as error:
+        check(f"{SPEC}:{name}", True, recipe)
+    assert fnmatchcase(str(error.value), line) and "\n" not in str(error.value), str(error.value)
+
+
+def test_a_case_says_how_it_is_trained_and_counts_every_micro_batch() -> None:
+    recipe = Recipe("sgd", "bfloat16", 4, 0.5)
+    plain, case = (OwnModelCase.of(check(f"{SPEC}:make", True, each)) for each in (PLAIN, recipe))
+    assert str(case) == "own_models.make-float32-step-SGD-bfloat16_compute-4_micro_batches-clip_0.5"
+    assert case.work.flops == 4 * plain.work.flops and case.compute_dtype == "bfloat16" != plain.compute_dtype
+    assert OwnModelCase.of(check(f"{SPEC}:with_optimizer", True)).optimizer == "AdamW"
+
+
+class Scaled(torch.optim.SGD):
+    """Does not say its `scale`."""
+
+    def __init__(self, params: Any, lr: float = 0.1, scale: float = 1.0) -> None:
+        super().__init__(params, lr * scale)
+
+
+def test_a_strategy_makes_the_same_optimizer_itself() -> None:
+    """Groups, class and options; the state that some make at once is not made twice at full size."""
+    parameters = [nn.Parameter(torch.ones(3, 2)) for _ in range(4)]
+    groups, kind, options = taken_apart(with_groups, parameters)
+    assert kind is torch.optim.AdamW and options["lr"] == 1e-3 and options["fused"] is None
+    assert [(group.get("weight_decay"), len(group["params"])) for group in groups] == [(0.1, 2), (None, 2)]
+    assert all(a is b for a, b in zip(groups[0]["params"] + groups[1]["params"], parameters, strict=True))
+    rebuilt = kind(groups, **options)
+    assert [group["weight_decay"] for group in rebuilt.param_groups] == [0.1, 0.01]
+    assert taken_apart(ADAMW, parameters) == (parameters, torch.optim.AdamW, {"lr": 1e-4, "fused": True})
+    seen: list[Tensor] = []
+    taken_apart(lambda ps: seen.extend(ps) or torch.optim.SGD(ps), parameters)  # type: ignore[func-returns-value]
+    assert [each.shape for each in seen] == [(1, 1)] * 4
+    assert taken_apart(partial(Scaled, scale=2.0), parameters)[2] == {"scale": 2.0}
+    with pytest.raises(Unsupported, match=r"^Scaled's option 'scale' is not among its defaults: return functools"):
+        taken_apart(Scaled, parameters)
+
+
+def test_one_call_for_a_step_takes_one_batch() -> None:
+    plan = _plan(LanguageModelStep, "training_step", "compile_step", replace(OWN, recipe=Recipe(micro_batches=2)))
+    with pytest.raises(Unsupported, match=r"^compile_step takes one batch a step"):
+        LanguageModelStep(plan.implementation, plan.case, "cpu")

@@ -138,6 +138,22 @@ def drawn_by_python() -> tuple[Any, ...]:
     return Net(), (torch.full((ROWS, WIDTH), random.random()), torch.zeros(ROWS, dtype=torch.int64)), loss
 
 
+def another_optimizer() -> dict[str, Any]:
+    return with_optimizer() | {"optimizer": torch.optim.SGD(Net().parameters())}
+
+
+def no_optimizer() -> dict[str, Any]:
+    return with_optimizer() | {"optimizer": lambda parameters: len(parameters)}
+
+
+def misspelt() -> dict[str, Any]:
+    return with_optimizer() | {"optimiser": with_groups}
+
+
+def in_bfloat16() -> tuple[Any, ...]:
+    return Net().bfloat16(), (torch.randn(ROWS, WIDTH, dtype=torch.bfloat16), torch.randint(WIDTH, (ROWS,))), loss
+
+
 number = 5
 
 
