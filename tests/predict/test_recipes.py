@@ -1,15 +1,20 @@
 """The optimizer, compute dtype, micro-batches and clipping of a user's own model: metered and predicted."""
 
+import os
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from correctness.support.own_model import Trained, assert_as_in_one_process, optimizer_of, own_model, train
 from impl.data_parallel.workload import DataParallelStep
+from impl.fsdp import TorchFSDP2, with_blocks
 from impl.fsdp.workload import FSDPStep
 from impl.sharded_optimizer.workload import ShardedStep
 from impl.training_step.workload import LanguageModelStep
@@ -17,10 +22,11 @@ from shardmark.api.finding import RegistryError
 from shardmark.api.own_model import OwnModelCase
 from shardmark.api.recipe import ADAMW, PLAIN, Recipe, recipe_of, taken_apart
 from shardmark.api.registry import Unsupported, family
+from shardmark.meter.hardware import hardware
 from shardmark.meter.plan import Plan
 from shardmark.plugin import WorldsBySize
 from shardmark.predict.own_model import check
-from shardmark.predict.simulation.predict import predict
+from shardmark.predict.simulation.predict import predict, simulation
 from tests.support.own_models import with_groups
 from tests.support.predicting import OWN, metered
 
@@ -85,6 +91,44 @@ def test_what_is_predicted_is_what_each_rank_meters(
     for rank, real in enumerate(worlds(plan.world_size).run(metered, plan)):
         found = predict(plan, rank).memory
         assert (found.phases, found.peaks, found.tensors) == (real.phases, real.peaks, real.tensors)
+
+
+class InTwoNodes(FSDPStep):
+    """As if torchrun had started two ranks on each node."""
+
+    def __init__(self, *args: Any) -> None:
+        with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+            super().__init__(*args)
+
+
+def test_a_copy_in_each_of_two_nodes_is_predicted_as_metered(worlds: WorldsBySize) -> None:
+    """Each rank of four has half of the parameters, gradients and moments."""
+    case = replace(OWN, ranks=4, recipe=RECIPES["all"])
+    plan = Plan(InTwoNodes, family("fsdp").implementations["fsdp2_hybrid"], None, case, "cpu", 4)
+    predict(plan)
+    for rank, real in enumerate(worlds(4).run(metered, plan)):
+        found = predict(plan, rank).memory
+        assert (found.phases, found.peaks, found.tensors) == (real.phases, real.peaks, real.tensors)
+    flat = predict(replace(plan, workload=FSDPStep)).memory
+    assert found.phases["after_init"] > 1.7 * flat.phases["after_init"]
+
+
+def trained_in_two_nodes(case: OwnModelCase, device: str) -> Trained:
+    own = own_model(case, device, dist.get_rank())
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        model = TorchFSDP2(own.module, wrap=with_blocks(own.blocks), hybrid=True)
+    optimizer = optimizer_of(case, own)(list(model.parameters()))
+    return train(model, case, device, model.gather_full_parameters, optimizer, model, model.clip_grad_norm_)
+
+
+def test_a_copy_in_each_of_two_nodes_trains_as_one_process(worlds: WorldsBySize, device: str) -> None:
+    case = replace(OWN, recipe=Recipe(micro_batches=2, clip=0.01))
+    assert_as_in_one_process(worlds(4).run(trained_in_two_nodes, case, device), case, device)
+
+
+def test_hybrid_sharding_takes_full_nodes() -> None:
+    with simulation(12, on=hardware("h100-80gb")), pytest.raises(Unsupported, match=r"not 12 ranks in nodes of 8$"):
+        TorchFSDP2(nn.Linear(2, 2), hybrid=True)
 
 
 LIKE = "it is adamw, sgd, or a class with its options by name, such as torch.optim.AdamW(lr=1e-4, foreach=True)"

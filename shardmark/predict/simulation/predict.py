@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -127,6 +129,8 @@ def simulation(
         stack.enter_context(_garbage_is_new())
         stack.enter_context(_mapped_one_by_one())
         stack.enter_context(_drawing(rank))
+        in_node = min(ranks, on.devices_per_node) if of_cuda else ranks
+        stack.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(in_node)))  # as torchrun says
         stack.enter_context(one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo", schedule))
         if of_cuda:
             collective = nccl_recording_streams if records_streams else nccl
