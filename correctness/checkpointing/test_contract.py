@@ -189,6 +189,6 @@ def test_a_second_policy_is_refused(implementation: Implementation, record_prope
 def test_a_users_own_model_trains_as_without(implementation: Implementation, case: OwnModelCase, device: str) -> None:
     """Losses and parameters are equal to the bit."""
     own = own_model(case, device, 0)
-    model = checkpointed(implementation, own)
+    model = checkpointed(implementation, own, case)
     optimizer = optimizer_of(case, own)(list(model.parameters()))
     assert_as_in_one_process([train(model, case, device, model.named_parameters, optimizer)], case, device, close=0)

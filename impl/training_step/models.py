@@ -37,7 +37,7 @@ def made(case: TrainingStepCase | OwnModelCase, casts: bool = False) -> Made:
         if case.autocast or (case.recipe.compute_dtype and not casts):
             own.loss = _under_autocast(own.loss)
         if case.checkpointed:
-            checkpointed(resolve("checkpointing", "full"), own)
+            checkpointed(resolve("checkpointing", "full"), own, case)
         return own
     model = language_model(case)
     return Made(model, random_tokens(case), next_token_loss, model.blocks)
@@ -53,8 +53,13 @@ def _under_autocast(loss: Loss) -> Loss:
     return autocast
 
 
-def checkpointed(implementation: Implementation, made: Made) -> nn.Module:
-    """Apply the policy to the module; Unsupported if it has no blocks. A user's own model names them `blocks`."""
+def checkpointed(implementation: Implementation, made: Made, case: Any) -> nn.Module:
+    """Apply the policy to the module; Unsupported if it has no blocks, or checkpoints itself. A user's own model names
+    them `blocks`."""
+    if getattr(case, "checkpoints", False):
+        raise Unsupported(
+            f"{type(made.module).__name__} calls torch.utils.checkpoint itself, and is not checkpointed twice"
+        )
     if not len(made.blocks):
         kind = type(made.module).__name__
         raise Unsupported(f"{kind} has no blocks: no ModuleList or Sequential with several of one class")

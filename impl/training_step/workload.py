@@ -104,7 +104,7 @@ class CheckpointedStep(LanguageModelStep):
 
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
         super().__init__(resolve("training_step", "eager"), case, device)
-        checkpointed(implementation, self.made)
+        checkpointed(implementation, self.made, case)
         self.backend = implementation.name
 
 

@@ -49,6 +49,8 @@ class OwnModel:
     optimizer: str = "AdamW"
     """The name of its optimizer's class."""
     recipe: Recipe = PLAIN
+    checkpoints: bool = False
+    """Whether its own forward runs parts under `torch.utils.checkpoint`."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,14 @@ class OwnModelCase:
     optimizer: str = "AdamW"
     """The name of the optimizer's class."""
     recipe: Recipe = PLAIN
+    checkpoints: bool = False
+    """Whether the model checkpoints parts of itself; then no strategy checkpoints its blocks again."""
 
     @classmethod
     def of(cls, own: OwnModel) -> OwnModelCase:
         """The case of the user's own batch on one rank."""
-        return cls(own.spec, own.name, own.dtype, own.parameters, own.flops, optimizer=own.optimizer, recipe=own.recipe)
+        of_model = {name: getattr(own, name) for name in ("optimizer", "recipe", "checkpoints")}
+        return cls(own.spec, own.name, own.dtype, own.parameters, own.flops, **of_model)
 
     def __str__(self) -> str:
         optimizer = "" if self.optimizer == "AdamW" else f"-{self.optimizer}"
@@ -188,7 +193,7 @@ def _checked(label: str, returned: Any) -> Made:
 
 
 def _by_name(label: str, returned: Any) -> dict[str, Any]:
-    """What the function returns, by VALUES."""
+    """The returned values by their names, of VALUES."""
     if isinstance(returned, dict):
         if set(VALUES[:3]) <= set(returned) <= set(VALUES):
             return returned

@@ -124,7 +124,7 @@ def taken_apart(
     parameters = list(parameters)
     if isinstance(makes, partial) and isinstance(makes.func, type) and not makes.args:
         return parameters, makes.func, makes.keywords
-    # Of one element, as an optimizer may make its state at once, and of as many dimensions, as groups may go by them.
+    # They have one element, as an optimizer may make its state at once, and all dimensions, as groups may go by these.
     stand_ins = [nn.Parameter(p.new_empty([1] * p.dim()), requires_grad=p.requires_grad) for p in parameters]
     real = {id(stand_in): p for stand_in, p in zip(stand_ins, parameters, strict=True)}
     made = makes(stand_ins)

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from traceback import walk_tb
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardmark.api.finding import RegistryError
@@ -46,7 +48,7 @@ def _followed(label: str, spec: str, recipe: Recipe, kernels: bool) -> OwnModel:
         stack.enter_context(_in_one_line(label))
         stack.enter_context(one_rank_of(1) if kernels else simulation())
         made = make(spec, "cpu")
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, _noticing_checkpoints() as checkpoints:
             loss = made.loss(made.module, *made.batch)
             _check_loss(label, made, loss)
             loss.backward()
@@ -69,7 +71,29 @@ def _followed(label: str, spec: str, recipe: Recipe, kernels: bool) -> OwnModel:
         flops=counter.get_total_flops(),
         optimizer=type(optimizer).__name__,
         recipe=recipe,
+        checkpoints=bool(checkpoints),
     )
+
+
+@contextmanager
+def _noticing_checkpoints() -> Iterator[list[str]]:
+    """Yield a list of the calls of `torch.utils.checkpoint.checkpoint`, however it was imported, in the block."""
+    calls: list[str] = []
+
+    def noticed(name: str, own: Any) -> Any:
+        def checkpointing(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return own(*args, **kwargs)
+
+        return checkpointing
+
+    with ExitStack() as stack:
+        for owner, name in (
+            (checkpoint, "_checkpoint_without_reentrant_generator"),
+            (checkpoint.CheckpointFunction, "apply"),  # the reentrant variant
+        ):
+            stack.enter_context(patch.object(owner, name, noticed(name, getattr(owner, name))))
+        yield calls
 
 
 def _dtypes(parameters: Sequence[Tensor]) -> str:

@@ -210,6 +210,19 @@ def test_a_strategy_makes_the_same_optimizer_itself() -> None:
         taken_apart(Scaled, parameters)
 
 
+@pytest.mark.parametrize("name", ["checkpointing", "checkpointing_reentrant"])
+def test_a_model_that_checkpoints_itself_is_not_checkpointed_twice(name: str) -> None:
+    own = OwnModelCase.of(check(f"{SPEC}:{name}", True))
+    assert own.checkpoints and not OwnModelCase.of(check(f"{SPEC}:make", True)).checkpoints
+    plan = _plan(LanguageModelStep, "training_step", "eager", own)
+    again = replace(plan, case=replace(own, checkpointed=True))
+    assert (
+        predict(plan).memory.phases["after_forward"] < predict(replace(plan, case=OWN)).memory.phases["after_forward"]
+    )
+    with pytest.raises(Unsupported, match=r"^Checkpointing calls torch.utils.checkpoint itself, and is not "):
+        predict(again)
+
+
 def test_one_call_for_a_step_takes_one_batch() -> None:
     plan = _plan(LanguageModelStep, "training_step", "compile_step", replace(OWN, recipe=Recipe(micro_batches=2)))
     with pytest.raises(Unsupported, match=r"^compile_step takes one batch a step"):

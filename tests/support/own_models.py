@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16
 ROWS = 32
@@ -62,6 +63,19 @@ class Keeping(Net):
     def forward(self, x: Tensor) -> Tensor:
         self.kept.append(x.repeat(1, 8))
         return super().forward(x)
+
+
+class Checkpointing(Net):
+    """Checkpoints its blocks itself, in either variant."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.output(self.drop(x))
 
 
 class ByRank(Net):
@@ -120,6 +134,15 @@ def remembering() -> tuple[Any, ...]:
         return kept_losses[-1]
 
     return Net(), rows(), remembered
+
+
+def checkpointing() -> tuple[Any, ...]:
+    return Checkpointing(False), rows(), loss
+
+
+def checkpointing_reentrant() -> tuple[Any, ...]:
+    x, y = rows()
+    return Checkpointing(True), (x.requires_grad_(), y), loss
 
 
 def by_rank() -> tuple[Any, ...]:
