@@ -44,6 +44,8 @@ class Recipe:
     """Batches whose gradients accumulate in one step; the gradient is that of their mean loss."""
     clip: float | None = None
     """Largest 2-norm of all gradients together; None: gradients are not clipped."""
+    routing: str | None = None
+    """In a simulation, the share of tokens that each expert gets: "uniform", or numbers with commas."""
 
     def __str__(self) -> str:
         """The end of a case's id: empty where nothing is asked for."""
@@ -51,6 +53,7 @@ class Recipe:
             f"{self.compute_dtype}_compute" if self.compute_dtype else "",
             f"{self.micro_batches}_micro_batches" if self.micro_batches > 1 else "",
             f"clip_{self.clip:g}" if self.clip else "",
+            f"routing_{self.routing}" if self.routing else "",
         ]
         return "".join(f"-{part}" for part in parts if part)
 
@@ -64,23 +67,36 @@ RECIPE = {
     "compute-dtype": ("DTYPE", "bfloat16: products over float32 parameters."),
     "micro-batches": ("N", "batches whose gradients accumulate in one step."),
     "clip": ("NORM", "the largest norm of the gradients, such as 1.0."),
+    "routing": ("SHARES", "in a simulation, the share of tokens of each expert: uniform, or 0.4,0.3,0.2,0.1."),
 }
 """The options of a recipe: each with its metavar and help text, in the order of `recipe_of`."""
 
 
-def recipe_of(optimizer: str | None, compute_dtype: str | None, micro_batches: str | None, clip: str | None) -> Recipe:
+def recipe_of(
+    optimizer: str | None, compute_dtype: str | None, micro_batches: str | None, clip: str | None, routing: str | None
+) -> Recipe:
     """The recipe of options as texts, None where one is not given. RegistryError, in one line, for a bad one."""
     if optimizer is not None:
         named_optimizer(optimizer)
     if compute_dtype not in (None, *COMPUTE_DTYPES):
         raise RegistryError(f"--compute-dtype is {', '.join(COMPUTE_DTYPES)}, not {compute_dtype!r}")
-    return Recipe(optimizer, compute_dtype, _count(micro_batches or "1"), None if clip is None else _norm(clip))
+    if routing not in (None, "uniform") and not _are_shares(routing or ""):
+        raise RegistryError(f"--routing is uniform, or experts' shares such as 0.4,0.3,0.2,0.1, not {routing!r}")
+    norm = None if clip is None else _norm(clip)
+    return Recipe(optimizer, compute_dtype, _count(micro_batches or "1"), norm, routing)
 
 
 def _count(text: str) -> int:
     if text.isascii() and text.isdecimal() and len(text) < 6 and int(text) >= 1:
         return int(text)
     raise RegistryError(f"--micro-batches is a number from 1 to 99,999, not {text!r}")
+
+
+def _are_shares(text: str) -> bool:
+    with suppress(ValueError):
+        shares = [float(share) for share in text.split(",")]
+        return all(0 <= share < math.inf for share in shares) and sum(shares) > 0
+    return False
 
 
 def _norm(text: str) -> float:

@@ -186,6 +186,8 @@ def recipe(option: Callable[..., Any]) -> Recipe:
     given = {name: option(name.replace("-", "_")) for name in RECIPE}
     if option("model") is None and (alone := next((name for name, text in given.items() if text is not None), None)):
         raise ValueError(f"--{alone} says how your own model is trained: it needs --model")
+    if given["routing"] is not None and option("simulate") is None:
+        raise ValueError("--routing says which experts a simulated router chooses: it needs --simulate")
     return recipe_of(*given.values())
 
 

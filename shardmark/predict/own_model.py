@@ -42,11 +42,12 @@ def _followed(label: str, spec: str, recipe: Recipe, kernels: bool) -> OwnModel:
     # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
     from shardmark.predict.simulation.group import one_rank_of
     from shardmark.predict.simulation.predict import simulation
+    from shardmark.predict.simulation.routing import Routing
 
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_in_one_line(label))
-        stack.enter_context(one_rank_of(1) if kernels else simulation())
+        stack.enter_context(one_rank_of(1) if kernels else simulation(routing=Routing.of(recipe.routing)))
         made = make(spec, "cpu")
         with FlopCounterMode(display=False) as counter, _noticing_checkpoints() as checkpoints:
             loss = made.loss(made.module, *made.batch)

@@ -31,6 +31,7 @@ CHOICES = {
     "--optimizer": ([*WORDS, "torch.optim.SGD(0.1)"], "--optimizer says how your own model is trained: it needs *"),
     "--compute-dtype": ([*WORDS, "bfloat16"], "--compute-dtype says how your own model is trained: it needs *"),
     "--micro-batches": ([*WORDS, "0"], "--micro-batches says how your own model is trained: it needs --model"),
+    "--routing": ([*WORDS, "0.5,0.5"], "--routing says how your own model is trained: it needs --model"),
     "--clip": ([*WORDS, "nan"], "--clip says how your own model is trained: it needs --model"),
     "--benchmark-min-rounds": (["9" * 30], "--benchmark-min-rounds is a number from 0 to 1e+06, not *"),
     "--benchmark-max-time": (["-1", "nan", "inf"], "--benchmark-max-time is a number from 0 to 1e+06, not *"),

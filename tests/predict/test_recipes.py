@@ -27,6 +27,7 @@ from shardmark.meter.plan import Plan
 from shardmark.plugin import WorldsBySize
 from shardmark.predict.own_model import check
 from shardmark.predict.simulation.predict import predict, simulation
+from shardmark.predict.simulation.routing import Routing
 from tests.support.own_models import with_groups
 from tests.support.predicting import OWN, metered
 
@@ -93,6 +94,10 @@ def test_what_is_predicted_is_what_each_rank_meters(
         assert (found.phases, found.peaks, found.tensors) == (real.phases, real.peaks, real.tensors)
 
 
+LIKE = "it is adamw, sgd, or a class with its options by name, such as torch.optim.AdamW(lr=1e-4, foreach=True)"
+SPEC = "tests.support.own_models"
+
+
 class InTwoNodes(FSDPStep):
     """As if torchrun had started two ranks on each node."""
 
@@ -126,27 +131,54 @@ def test_a_copy_in_each_of_two_nodes_trains_as_one_process(worlds: WorldsBySize,
     assert_as_in_one_process(worlds(4).run(trained_in_two_nodes, case, device), case, device)
 
 
+@pytest.mark.parametrize("name", ["masks", "where"])
+@pytest.mark.parametrize("shares", ["uniform", "0.4,0.1,0.3,0.2"])
+@pytest.mark.parametrize("on_ranks", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["one", "ranks"])
+def test_a_loop_over_experts_is_predicted_by_their_shares(
+    name: str, shares: str, on_ranks: bool, worlds: WorldsBySize
+) -> None:
+    """To the byte, where the real router chooses as many tokens for each expert."""
+    spec = f"{SPEC}:{name}_{'uniform' if shares == 'uniform' else 'uneven'}"
+    case = replace(OWN, model=spec, recipe=Recipe(routing=shares))
+    workload, of, how = (FSDPStep, "fsdp", "fsdp2") if on_ranks else (LanguageModelStep, "training_step", "eager")
+    plan = _plan(workload, of, how, case)
+    predict(plan)
+    [real, *_] = worlds(plan.world_size).run(metered, plan)
+    found = predict(plan).memory
+    assert (found.phases, found.peaks, found.tensors) == (real.phases, real.peaks, real.tensors)
+    with pytest.raises(Unsupported, match="depends on values"):
+        predict(replace(plan, case=replace(case, recipe=PLAIN)))
+
+
+@pytest.mark.parametrize("shares", [(), (0.4, 0.1, 0.3, 0.2), (0.5, 0.5, 0.0, 0.0)])
+def test_each_expert_gets_its_share_and_each_token_different_experts(shares: tuple[float, ...]) -> None:
+    chosen = Routing(shares).chosen(1001, 2, 4)
+    expected = [2 * 1001 * share for share in shares or (0.25,) * 4]
+    assert chosen.shape == (1001, 2) and (chosen[:, 0] != chosen[:, 1]).all()
+    assert all(abs((chosen == i).sum() - n) <= 1 for i, n in enumerate(expected))
+    with pytest.raises(Unsupported, match=r"each token goes to 2 experts, so a share is at most 0\.5"):
+        Routing((0.6, 0.4)).chosen(10, 2, 2)
+
+
 def test_hybrid_sharding_takes_full_nodes() -> None:
     with simulation(12, on=hardware("h100-80gb")), pytest.raises(Unsupported, match=r"not 12 ranks in nodes of 8$"):
         TorchFSDP2(nn.Linear(2, 2), hybrid=True)
 
 
-LIKE = "it is adamw, sgd, or a class with its options by name, such as torch.optim.AdamW(lr=1e-4, foreach=True)"
-SPEC = "tests.support.own_models"
-
-
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (("adam", None, None, None), f"--optimizer adam: {LIKE}"),
-        (("torch.optim.SGD(0.1)", None, None, None), f"--optimizer torch.optim.SGD(0.1): {LIKE}"),
-        (("torch.optim.SGD(lr=f())", None, None, None), f"--optimizer torch.optim.SGD(lr=f()): {LIKE}"),
-        (("torch.optim.Old", None, None, None), "--optimizer torch.optim.Old: torch.optim has no 'Old'"),
-        (("torch.nn.Linear", None, None, None), "--optimizer torch.nn.Linear: it is not a class of *.Optimizer"),
-        ((None, "float16", None, None), "--compute-dtype is bfloat16, not 'float16'"),
-        ((None, None, "0", None), "--micro-batches is a number from 1 to 99,999, not '0'"),
-        ((None, None, None, "-1"), "--clip is the largest norm of the gradients, such as 1.0, not '-1'"),
-        ((None, None, None, "nan"), "--clip is the largest norm of the gradients, such as 1.0, not 'nan'"),
+        (("adam", None, None, None, None), f"--optimizer adam: {LIKE}"),
+        (("torch.optim.SGD(0.1)", None, None, None, None), f"--optimizer torch.optim.SGD(0.1): {LIKE}"),
+        (("torch.optim.SGD(lr=f())", None, None, None, None), f"--optimizer torch.optim.SGD(lr=f()): {LIKE}"),
+        (("torch.optim.Old", None, None, None, None), "--optimizer torch.optim.Old: torch.optim has no 'Old'"),
+        (("torch.nn.Linear", None, None, None, None), "--optimizer torch.nn.Linear: it is not a class of *.Optimizer"),
+        ((None, "float16", None, None, None), "--compute-dtype is bfloat16, not 'float16'"),
+        ((None, None, "0", None, None), "--micro-batches is a number from 1 to 99,999, not '0'"),
+        ((None, None, None, "-1", None), "--clip is the largest norm of the gradients, such as 1.0, not '-1'"),
+        ((None, None, None, None, "even"), "--routing is uniform, or experts' shares such as *, not 'even'"),
+        ((None, None, None, None, "0.5,-1"), "--routing is uniform, or experts' shares such as *, not '0.5,-1'"),
+        ((None, None, None, "nan", None), "--clip is the largest norm of the gradients, such as 1.0, not 'nan'"),
     ],
 )
 def test_a_bad_value_is_one_line(given: tuple[str | None, ...], line: str) -> None:

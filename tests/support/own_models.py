@@ -1,6 +1,7 @@
 """Models as users have them, for `--model`: right ones, and some with what is wrong planted."""
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 from torch.utils.checkpoint import checkpoint
+
+from shardmark.predict.simulation.routing import Routing
 
 WIDTH = 16
 ROWS = 32
@@ -63,6 +66,44 @@ class Keeping(Net):
     def forward(self, x: Tensor) -> Tensor:
         self.kept.append(x.repeat(1, 8))
         return super().forward(x)
+
+
+class Experts(nn.Module):
+    """(rows, WIDTH) -> the same: two of four experts for each row. Real logits are a table, so that each expert is
+    chosen as often as `shares` say; a simulation sees them as any others."""
+
+    def __init__(self, shares: tuple[float, ...], by_mask: bool) -> None:
+        super().__init__()
+        self.by_mask, self.router = by_mask, nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        chosen = torch.from_numpy(Routing(shares).chosen(EXPERT_ROWS, 2, 4))
+        self.register_buffer("table", nn.functional.one_hot(chosen, 4).sum(1) * 1000.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = torch.topk((self.router(x) + self.table).softmax(-1), 2)
+        found = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if self.by_mask:
+                mask = (chosen == i).any(-1)
+                weight = (weights * (chosen == i)).sum(-1, keepdim=True)
+                found[mask] = found[mask] + weight[mask] * expert(x[mask])
+            else:  # as transformers' Mixtral does
+                row, place = torch.where(chosen == i)
+                found.index_add_(0, row, expert(x[row]) * weights[row, place, None])
+        return found
+
+
+EXPERT_ROWS = 1203
+"""Enough for a simulation to compute no values of them."""
+
+
+def _experts(shares: tuple[float, ...], by_mask: bool) -> tuple[Any, ...]:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(shares, by_mask), nn.Linear(WIDTH, WIDTH))
+    return model, rows(EXPERT_ROWS), loss
+
+
+masks_uniform, masks_uneven = (partial(_experts, shares, True) for shares in ((), (0.4, 0.1, 0.3, 0.2)))
+where_uniform, where_uneven = (partial(_experts, shares, False) for shares in ((), (0.4, 0.1, 0.3, 0.2)))
 
 
 class Checkpointing(Net):
