@@ -21,7 +21,7 @@ from correctness.checkpointing.models import (
     transformer,
 )
 from correctness.support.contracts import Note, assert_refused
-from correctness.support.own_model import OWN, assert_as_in_one_process, own_model, train
+from correctness.support.own_model import OWN, assert_as_in_one_process, optimizer_of, own_model, train
 from impl.checkpointing.contract import claims_to_save
 from impl.training_step.workload import checkpointed
 from shardmark.api import Implementation, OwnModelCase
@@ -188,5 +188,7 @@ def test_a_second_policy_is_refused(implementation: Implementation, record_prope
 @pytest.mark.cases(OWN)
 def test_a_users_own_model_trains_as_without(implementation: Implementation, case: OwnModelCase, device: str) -> None:
     """Losses and parameters are equal to the bit."""
-    model = checkpointed(implementation, own_model(case, device, 0))
-    assert_as_in_one_process([train(model, case, device, model.named_parameters)], case, device, close=0)
+    own = own_model(case, device, 0)
+    model = checkpointed(implementation, own, case)
+    optimizer = optimizer_of(case, own)(list(model.parameters()))
+    assert_as_in_one_process([train(model, case, device, model.named_parameters, optimizer)], case, device, close=0)

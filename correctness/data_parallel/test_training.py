@@ -8,7 +8,7 @@ from torch import Tensor
 
 from correctness.data_parallel.averaging import wrap
 from correctness.support import whole_batch
-from correctness.support.own_model import OWN, Trained, assert_as_in_one_process, own_model, train
+from correctness.support.own_model import OWN, Trained, assert_as_in_one_process, optimizer_of, own_model, train
 from correctness.support.whole_batch import (
     MODULES,
     ONE_MODULE,
@@ -63,8 +63,10 @@ def test_many_buckets_give_the_same(implementation: Implementation, world: World
 
 
 def train_own_model_on_rank(implementation: Implementation, case: OwnModelCase, device: str) -> Trained:
-    model = implementation.watched(own_model(case, device, dist.get_rank()).module)
-    return train(model, case, device, model.module.named_parameters, model.finish_gradient_synchronization)
+    own = own_model(case, device, dist.get_rank())
+    model = implementation.watched(own.module)
+    optimizer = optimizer_of(case, own)(list(model.parameters()))
+    return train(model, case, device, model.module.named_parameters, optimizer, model)
 
 
 @pytest.mark.cases(OWN)

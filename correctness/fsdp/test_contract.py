@@ -29,7 +29,15 @@ from correctness.fsdp.checks import (
     wrap,
 )
 from correctness.support.contracts import random_state_stays
-from correctness.support.own_model import OWN, Trained, assert_as_in_one_process, own_model, train
+from correctness.support.own_model import (
+    OWN,
+    Trained,
+    assert_as_in_one_process,
+    clipping,
+    optimizer_of,
+    own_model,
+    train,
+)
 from correctness.support.whole_batch import (
     DIM,
     MODULES,
@@ -223,7 +231,8 @@ def test_twenty_steps_equal_a_single_process_on_the_whole_batch(
 def train_own_model_on_rank(implementation: Implementation, case: OwnModelCase, device: str) -> Trained:
     own = own_model(case, device, dist.get_rank())
     model = wrap(implementation, own.module, wrap=with_blocks(own.blocks))
-    return train(model, case, device, lambda: full(model), model.finish_gradient_synchronization)
+    optimizer = optimizer_of(case, own)(list(model.parameters()))
+    return train(model, case, device, lambda: full(model), optimizer, model, clipping(model))
 
 
 @pytest.mark.cases(OWN)

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from correctness.engine.histories_on_ranks import even_and_odd_ranks
 from correctness.sharded_optimizer.player import assert_value
 from correctness.support.communication import delayed
-from correctness.support.own_model import LEARNING_RATE, OWN, Trained, assert_as_in_one_process, own_model, train
+from correctness.support.own_model import (
+    OWN,
+    Trained,
+    assert_as_in_one_process,
+    clipping,
+    optimizer_of,
+    own_model,
+    train,
+)
 from correctness.support.whole_batch import (
     MODULES,
     ONE_MODULE,
@@ -27,7 +35,7 @@ from correctness.support.whole_batch import (
     single_process,
 )
 from impl.data_parallel import BucketedDataParallel
-from shardmark.api import Implementation, OwnModelCase
+from shardmark.api import Implementation, OwnModelCase, taken_apart
 from shardmark.plugin import WorldsBySize
 from shardmark.ranks.world import World
 
@@ -193,14 +201,16 @@ def test_state_saved_on_two_ranks_loads_on_any_number(
 
 def train_own_model_on_rank(implementation: Implementation, case: OwnModelCase, device: str) -> Trained:
     """Train a user's model; the optimizer averages gradients if it can, else a wrapper does."""
-    model: Any = own_model(case, device, dist.get_rank()).module
+    own = own_model(case, device, dist.get_rank())
+    model: Any = own.module
     averages = implementation.accepts("average_gradients")
     options = {"average_gradients": True, "module": model} if averages else {}
     wrapped = model if averages else BucketedDataParallel(model)
-    optimizer = implementation.watched(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE, **options)
-    synchronizes: Any = optimizer if averages else wrapped
-    finish = synchronizes.finish_gradient_synchronization
-    return train(wrapped, case, device, model.state_dict, finish, optimizer)  # the state dict waits for the last update
+    parameters, kind, defaults = taken_apart(optimizer_of(case, own), model.parameters())
+    optimizer = implementation.watched(parameters, kind, **defaults, **options)
+    clip = clipping(optimizer) if averages else None
+    # the state dict waits for the last update
+    return train(wrapped, case, device, model.state_dict, optimizer, optimizer if averages else wrapped, clip)
 
 
 @pytest.mark.cases(OWN)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardmark.api import Grid, Made, OwnModelCase, make
+from impl.training_step.micro_batches import accumulate
+from shardmark.api import Grid, Made, MakesOptimizer, OwnModelCase, Unsupported, make, named_optimizer
 
 OWN = Grid(smoke=[], laptop=[], paper=[], own=OwnModelCase.of)
 """Limits a test to the case of `--model`."""
 STEPS = 3
-LEARNING_RATE = 1e-3
 CLOSE = 1e-9
 """Tolerance, absolute or as a share of the largest value: rounding is below it; a wrong gradient moves parameters
-under Adam by about the learning rate."""
+under Adam by about the learning rate, 1e-4."""
 
 Parameters = dict[str, Tensor]
 
@@ -41,16 +41,32 @@ def own_model(case: OwnModelCase, device: str, rank: int, step: int = 0) -> Made
     return own
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Adam, since a wrong gradient stays visible in its state."""
-    return torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+def optimizer_of(case: OwnModelCase, made: Made) -> MakesOptimizer:
+    """The optimizer of the run, by `--optimizer` or the user's function, or the default, AdamW: a wrong gradient stays
+    visible in its state."""
+    named = case.recipe.optimizer
+    return made.optimizer if named is None else named_optimizer(named)
 
 
-def own_loss(model: Any, case: OwnModelCase, device: str, rank: int, step: int) -> Tensor:
-    """Loss () of that rank's batch for the step; dropout is seeded by rank and step."""
-    own = own_model(case, device, rank, step)
-    torch.manual_seed(1000 * step + rank)
-    return own.loss(model, *own.batch)
+def clipping(shards: Any) -> Callable[[float], object]:
+    """The method of a wrapper or optimizer that clips gradients of which each rank has a part; Unsupported if it has
+    none, as its contract allows."""
+    if not hasattr(shards, "clip_grad_norm_"):
+        return _not_clipping
+    clip: Callable[[float], object] = shards.clip_grad_norm_
+    return clip
+
+
+def _not_clipping(norm: float) -> None:
+    raise Unsupported("it has no method clip_grad_norm_")
+
+
+def own_loss(model: Any, case: OwnModelCase, device: str, rank: int, batch: int) -> Tensor:
+    """Loss () of that rank's batch of that number, as its share of the step's mean loss; dropout is seeded by rank and
+    batch."""
+    own = own_model(case, device, rank, batch)
+    torch.manual_seed(1000 * batch + rank)
+    return own.loss(model, *own.batch) / case.recipe.micro_batches
 
 
 def train(
@@ -58,22 +74,40 @@ def train(
     case: OwnModelCase,
     device: str,
     parameters: Callable[[], Any],
-    synchronize: Callable[[], object] = lambda: None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer,
+    synchronizes: Any = None,
+    clip: Callable[[float], object] | None = None,
 ) -> Trained:
-    """Take STEPS steps on this rank's batches, by Adam unless an optimizer is given; `parameters` returns them by
-    name."""
+    """Take STEPS steps on this rank's batches; `parameters` returns them by name. `synchronizes` is the wrapper or
+    optimizer that averages gradients; `clip` clips them, by default as PyTorch does those of the model."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    optimizer = optimizer or adam(model)
-    losses = []
+    recipe = case.recipe
+    losses: list[float] = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = own_loss(model, case, device, rank, step)
-        loss.backward()
-        synchronize()
+        of_step: list[float] = []
+
+        def forward_and_backward(step: int = step, of_step: list[float] = of_step) -> None:
+            batch = step * recipe.micro_batches + len(of_step)
+            loss = own_loss(model, case, device, rank, batch)
+            loss.backward()
+            of_step.append(loss.item())
+
+        accumulate(forward_and_backward, recipe.micro_batches, synchronizes or _Alone())
+        if synchronizes is not None:
+            synchronizes.finish_gradient_synchronization()
+        if recipe.clip is not None:
+            (clip or partial(nn.utils.clip_grad_norm_, list(model.parameters())))(recipe.clip)
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(sum(of_step))
     return Trained(losses, on_cpu(parameters()))
+
+
+class _Alone:
+    """Averages nothing: there is one process."""
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing to do."""
 
 
 def on_cpu(parameters: Any) -> Parameters:
@@ -87,23 +121,25 @@ def in_one_process(case: OwnModelCase, ranks: int, device: str) -> tuple[list[li
     own = own_model(case, device, 0)
     _check_what_it_draws(own, own_model(case, device, 0), own_model(case, device, 1))
     try:
-        return _in_one_process(own.module, case, ranks, device)
+        return _in_one_process(own, case, ranks, device)
     except RuntimeError as error:
         pytest.skip(f"{case.name} does not run in float64: {str(error).partition(chr(10))[0]}")
 
 
-def _in_one_process(
-    model: nn.Module, case: OwnModelCase, ranks: int, device: str
-) -> tuple[list[list[float]], Parameters]:
-    optimizer = adam(model)
+def _in_one_process(made: Made, case: OwnModelCase, ranks: int, device: str) -> tuple[list[list[float]], Parameters]:
+    model, recipe = made.module, case.recipe
+    optimizer = optimizer_of(case, made)(list(model.parameters()))
     losses: list[list[float]] = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses.append([])
+        losses.append([0.0] * ranks)
         for rank in range(ranks):
-            loss = own_loss(model, case, device, rank, step)
-            (loss / ranks).backward()
-            losses[-1].append(loss.item())
+            for i in range(recipe.micro_batches):
+                loss = own_loss(model, case, device, rank, step * recipe.micro_batches + i)
+                (loss / ranks).backward()
+                losses[-1][rank] += loss.item()
+        if recipe.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimizer.step()
     return losses, on_cpu(model.named_parameters())
 

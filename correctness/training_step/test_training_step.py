@@ -1,13 +1,14 @@
 """The training step's implementations against the eager one: results, compiled graphs, and a user's own model."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from correctness.support.own_model import OWN, Trained, adam, assert_as_in_one_process, on_cpu, own_model
+from correctness.support.own_model import OWN, Trained, assert_as_in_one_process, on_cpu, optimizer_of, own_model
 from correctness.support.own_model import STEPS as OWN_STEPS
 from correctness.support.training import STEPS, Results, assert_as_accurate_as_eager, trained
 from correctness.training_step.stepping import SIZE, batch
@@ -93,15 +94,31 @@ def test_a_users_own_model_trains_as_in_one_process(
     implementation: Implementation, case: OwnModelCase, device: str
 ) -> None:
     own = own_model(case, device, 0)
-    optimizer = adam(own.module)
+    recipe = case.recipe
+    count = recipe.micro_batches
+    if count > 1 and not getattr(implementation.target, "accumulates", True):
+        pytest.skip(f"{implementation} takes one batch a step")
+    optimizer = optimizer_of(case, own)(list(own.module.parameters()))
+
+    def clip(*_: Any) -> None:
+        if recipe.clip is not None:
+            nn.utils.clip_grad_norm_(own.module.parameters(), recipe.clip)
+
+    optimizer.register_step_pre_hook(clip)
     step = implementation.watched(
-        own.module, optimizer, precision=WIDE, loss=lambda model, batch, targets: own.loss(model, *batch)
+        own.module, optimizer, precision=WIDE, loss=lambda model, batch, targets: own.loss(model, *batch) / count
     )
     losses = []
     for i in range(OWN_STEPS):
         optimizer.zero_grad()
-        inputs = own_model(case, device, 0, i).batch
-        torch.manual_seed(1000 * i)
-        losses.append(step(inputs, None).item())
+        losses.append(0.0)
+        for micro_batch in range(i * count, (i + 1) * count):
+            inputs = own_model(case, device, 0, micro_batch).batch
+            torch.manual_seed(1000 * micro_batch)
+            last = micro_batch == (i + 1) * count - 1
+            loss = step(inputs, None) if last else step.forward(inputs, None)
+            if not last:
+                step.backward(loss)
+            losses[-1] += loss.item()
     found = Trained(losses, on_cpu(own.module.named_parameters()))
     assert_as_in_one_process([found], case, device, float(torch.finfo(torch.float32).eps))

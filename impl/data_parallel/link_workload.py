@@ -21,7 +21,7 @@ class Compute(RankStep):
 
     def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
         model = self.made.module
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        return model, self.made.optimizer(list(model.parameters()))
 
     def synchronize(self) -> None:
         """Gradients stay on their rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from impl.collectives.cases import CollectiveCase
 from impl.data_parallel.cases import ReductionCase
 from impl.training_step.cases import TrainingStepCase
+from impl.training_step.micro_batches import accumulate
 from impl.training_step.rank_step import RankStep
 from shardmark.api import Implementation, Mark, trains_own_model
 
@@ -39,19 +41,19 @@ class DataParallelStep(RankStep):
     """A copy of the model and of the optimizer on every rank."""
 
     def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        # AdamW is fused, so that the optimizer itself needs no temporaries.
         reduce_dtype = getattr(torch, case.reduce_dtype) if isinstance(case, ReductionCase) else None
         asked = {"bucket_mb": case.bucket_mb, "reduce_dtype": reduce_dtype}
         options = {k: v for k, v in asked.items() if v is not None and implementation.accepts(k)}  # the peer may not
         model = implementation.adapted(self.made.module, **options)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        return model, self.made.optimizer(list(model.parameters()))
 
     def step(self, mark: Mark) -> None:
         """A wrapper that takes the optimizer updates one bucket's parameters while the next are being reduced."""
-        if "optimizer" not in inspect.signature(self.model.finish_gradient_synchronization).parameters:
+        takes_optimizer = "optimizer" in inspect.signature(self.model.finish_gradient_synchronization).parameters
+        if not takes_optimizer or self.recipe.clip is not None:  # the norm is that of all gradients
             super().step(mark)
             return
-        self.forward_and_backward(mark)
+        accumulate(partial(self.forward_and_backward, mark), self.recipe.micro_batches, self.model)
         before = self.optimizer.register_step_pre_hook(lambda *_: mark("communication"))
         after = self.optimizer.register_step_post_hook(lambda *_: mark("optimizer"))
         self.model.finish_gradient_synchronization(self.optimizer)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -31,7 +32,11 @@ from shardmark.api import Unsupported, register
 
 
 class TorchFSDP2(DTensorModel):
-    """`torch.distributed.fsdp.fully_shard` of each unit; parameters become DTensors that are sharded by rows."""
+    """`torch.distributed.fsdp.fully_shard` of each unit; parameters become DTensors that are sharded by rows.
+
+    With `hybrid` they are sharded over the ranks of a node, and every node has a copy (hybrid sharding, HSDP): only
+    gradients go between nodes. A node has `LOCAL_WORLD_SIZE` ranks, as torchrun says; without it all ranks are in one.
+    """
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class TorchFSDP2(DTensorModel):
         wrap: Policy = LINEARS_AND_EMBEDDINGS,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
+        hybrid: bool = False,
     ) -> None:
         super().__init__()
         units = synchronized_units(module, wrap, process_group)
@@ -51,7 +57,7 @@ class TorchFSDP2(DTensorModel):
         assert group is not None
         self.module = self._shard(
             units,
-            mesh=DeviceMesh.from_group(group, device, mesh_dim_names=("ranks",)),
+            mesh=_nodes(group, device) if hybrid else _flat(group, device),
             reshard_after_forward=reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(compute_dtype, reduce_dtype),
             offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda") if cpu_offload else OffloadPolicy(),
@@ -65,6 +71,26 @@ class TorchFSDP2(DTensorModel):
         # None is PyTorch's default: the root module is not resharded after forward, because backward begins with it.
         fully_shard(units[0], reshard_after_forward=None if reshard_after_forward else False, **options)
         return units[0]
+
+
+def _flat(group: dist.ProcessGroup, device: str) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device, mesh_dim_names=("ranks",))
+
+
+def _requires_nodes(device: str) -> str | None:
+    ranks, in_node = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return None if ranks > in_node else "needs several nodes, as torchrun starts them; in one it is fsdp2"
+
+
+def _nodes(group: dist.ProcessGroup, device: str) -> DeviceMesh:
+    """The ranks node by node; a flat mesh where all are in one node. Unsupported where nodes differ in size."""
+    size = dist.get_world_size(group)
+    in_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if size <= in_node:
+        return _flat(group, device)
+    if size % in_node or group is not dist.group.WORLD:
+        raise Unsupported(f"hybrid sharding takes all ranks of full nodes, not {size} ranks in nodes of {in_node}")
+    return init_device_mesh(device, (size // in_node, in_node), mesh_dim_names=("nodes", "ranks"))
 
 
 class TorchFSDP1(PlainStateDict):
@@ -157,4 +183,12 @@ register(
     partial(TorchFSDP2, reshard_after_forward=False),
     facts=Facts(reshard_after_forward=False),
     called="FSDP2 without resharding after forward",
+)
+register(
+    "fsdp",
+    "fsdp2_hybrid",
+    partial(TorchFSDP2, hybrid=True),
+    requires=(_requires_nodes,),
+    tested_briefly=True,
+    called="FSDP2 within each node",
 )

@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 
 from impl.fsdp import with_blocks
 from impl.training_step.cases import TrainingStepCase
+from impl.training_step.models import made
 from impl.training_step.rank_step import RankStep
-from shardmark.api import Implementation, OwnModelCase, trains_own_model
+from shardmark.api import Implementation, Made, OwnModelCase, Unsupported, trains_own_model
 
 
 class FSDPStep(RankStep):
@@ -21,12 +22,29 @@ class FSDPStep(RankStep):
     """
 
     def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        # AdamW is fused, so that the optimizer itself needs no temporaries.
-        own_dtype = case.dtype == "float32" or isinstance(case, OwnModelCase)
-        compute = None if own_dtype else getattr(torch, case.dtype)
-        units = {"wrap": with_blocks(self.made.blocks)} if implementation.accepts("wrap") else {}
-        model = implementation.adapted(self.made.module, compute_dtype=compute, **units)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        options: dict[str, Any] = _dtypes(case)
+        if implementation.accepts("wrap"):
+            options["wrap"] = with_blocks(self.made.blocks)
+        model = implementation.adapted(self.made.module, **options)
+        return model, self.made.optimizer(list(model.parameters()))
+
+    def make(self, case: TrainingStepCase | OwnModelCase) -> Made:
+        return made(case, casts=True)
+
+    def clip(self, norm: float) -> None:
+        """By the wrapper's own method, which knows the other ranks' shards; Unsupported where it has none."""
+        if not hasattr(self.model, "clip_grad_norm_"):
+            raise Unsupported("it has no method clip_grad_norm_")
+        self.model.clip_grad_norm_(norm)
+
+
+def _dtypes(case: TrainingStepCase | OwnModelCase) -> dict[str, torch.dtype | None]:
+    """The dtypes of computation and reduction; None for the parameters' own. Gradients of a user's own model are summed
+    in float32, as is usual."""
+    if not isinstance(case, OwnModelCase):
+        return {"compute_dtype": None if case.dtype == "float32" else getattr(torch, case.dtype)}
+    asked = case.recipe.compute_dtype
+    return {"compute_dtype": getattr(torch, asked), "reduce_dtype": torch.float32} if asked else {"compute_dtype": None}
 
 
 trains_own_model("fsdp", FSDPStep, on_ranks=True, strategies=(("fsdp2", False), ("fsdp2", True)), zero_stage=3)

@@ -180,7 +180,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._collectives.all_reduce(square, self.process_group)
         norm = square.sqrt().squeeze()
         if grads:  # a rank may own none of few elements
-            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).item())
+            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # a tensor: the host does not wait
         return norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

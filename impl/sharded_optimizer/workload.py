@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.rank_step import RankStep
-from shardmark.api import Implementation, Mark, family, trains_own_model
+from shardmark.api import Implementation, Mark, OwnModelCase, Unsupported, family, taken_apart, trains_own_model
 
 
 class ShardedStep(RankStep):
@@ -31,37 +30,46 @@ class ShardedStep(RankStep):
             options["bucket_mb"] = case.bucket_mb
         if not self.averages:
             model = family("data_parallel").implementations[implementation.facts.wrapper].adapted(model)
-        return model, implementation.adapted(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True, **options)
+        parameters, self.inner_class, defaults = taken_apart(self.made.optimizer, model.parameters())
+        try:
+            return model, implementation.adapted(parameters, self.inner_class, **defaults, **options)
+        except ValueError as error:  # of one that does not update each element by itself, for example
+            if not isinstance(case, OwnModelCase):
+                raise
+            raise Unsupported(str(error)) from None
 
     @property
     def synchronizes(self) -> Any:
         """The optimizer or the wrapper, whichever averages the gradients."""
         return self.optimizer if self.averages else self.model
 
-    def synchronize(self) -> None:
-        self.synchronizes.finish_gradient_synchronization()
+    def clip(self, norm: float) -> None:
+        """By the optimizer's own method if it has one. Unsupported if not, where a rank has a part of the average."""
+        if hasattr(self.optimizer, "clip_grad_norm_"):
+            self.optimizer.clip_grad_norm_(norm)
+        elif self.averages:
+            raise Unsupported("it averages gradients and has no method clip_grad_norm_")
+        else:
+            super().clip(norm)
 
     def prepare(self) -> None:
         """Compute gradients before the first step."""
         if self.loss is None:
-            self.forward_and_backward(lambda part: None)
-            self.synchronize()
+            self.compute_gradients(lambda part: None)
 
     def step(self, mark: Mark) -> None:
-        """The part "optimizer" is AdamW's update of this rank's own elements; what else `step` does communicates."""
+        """The part "optimizer" is the update of this rank's own elements; what else `step` does communicates."""
         updates = [
-            register_optimizer_step_pre_hook(_of_adamw(lambda: mark("communication"))),
-            register_optimizer_step_post_hook(_of_adamw(lambda: mark("optimizer"))),
+            register_optimizer_step_pre_hook(_of(self.inner_class, lambda: mark("communication"))),
+            register_optimizer_step_post_hook(_of(self.inner_class, lambda: mark("optimizer"))),
         ]
-        self.optimizer.step()
+        self.update()
         for hook in updates:
             hook.remove()
         mark("communication")
         self._free_gradients()
         mark("optimizer")
-        self.forward_and_backward(mark)
-        self.synchronize()
-        mark("communication")
+        self.compute_gradients(mark)
 
     def compute_step(self, mark: Mark) -> None:
         """Forward and backward without communication. Gradients are freed, so that the ranks' parameters stay equal."""
@@ -85,12 +93,12 @@ class ShardedStep(RankStep):
         self.loss = None
 
 
-def _of_adamw(function: Callable[[], None]) -> Callable[..., None]:
-    """A hook of all optimizers that calls the function for AdamW, which every implementation is given, and not for the
-    sharded optimizer around it."""
+def _of(inner: type[Optimizer], function: Callable[[], None]) -> Callable[..., None]:
+    """A hook of all optimizers that calls the function for that class, which every implementation is given, and not for
+    the sharded optimizer around it."""
 
     def hook(optimizer: Optimizer, *_: Any) -> None:
-        if type(optimizer) is torch.optim.AdamW:
+        if type(optimizer) is inner:
             function()
 
     return hook

@@ -93,6 +93,9 @@ class CompileStep(EagerStep):
     Unsupported for float16, where the host decides whether to skip a step.
     """
 
+    accumulates: ClassVar[bool] = False
+    """Gradients of several batches cannot accumulate before its one call, which has forward in it."""
+
     def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
         super().__init__(model, optimizer, **options)
         if self.precision.compute == torch.float16:

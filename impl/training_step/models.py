@@ -11,20 +11,33 @@ from torch.nn.functional import cross_entropy
 from impl.model import SIZES, Transformer
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.training_step.cases import TrainingStepCase
-from shardmark.api import Implementation, Loss, Made, OwnModelCase, Unsupported, make, resized, resolve
+from shardmark.api import (
+    Implementation,
+    Loss,
+    Made,
+    OwnModelCase,
+    Unsupported,
+    make,
+    named_optimizer,
+    resized,
+    resolve,
+)
 
 
-def made(case: TrainingStepCase | OwnModelCase) -> Made:
-    """Make the case's model, batch and loss on the default device."""
+def made(case: TrainingStepCase | OwnModelCase, casts: bool = False) -> Made:
+    """Make the case's model, batch, loss and optimizer on the default device. The loss of a user's own model is under
+    autocast if the case asks for a compute dtype, unless the strategy `casts` to it itself."""
     if isinstance(case, OwnModelCase):
         own = make(case.model, torch.get_default_device().type)
         for dim, size in enumerate((case.batch, case.context)):
             if size is not None:
                 own.batch = resized(own.batch, dim, size)
-        if case.autocast:
+        if case.recipe.optimizer is not None:
+            own.optimizer = named_optimizer(case.recipe.optimizer)
+        if case.autocast or (case.recipe.compute_dtype and not casts):
             own.loss = _under_autocast(own.loss)
         if case.checkpointed:
-            checkpointed(resolve("checkpointing", "full"), own)
+            checkpointed(resolve("checkpointing", "full"), own, case)
         return own
     model = language_model(case)
     return Made(model, random_tokens(case), next_token_loss, model.blocks)
@@ -40,8 +53,13 @@ def _under_autocast(loss: Loss) -> Loss:
     return autocast
 
 
-def checkpointed(implementation: Implementation, made: Made) -> nn.Module:
-    """Apply the policy to the module; Unsupported if it has no blocks. A user's own model names them `blocks`."""
+def checkpointed(implementation: Implementation, made: Made, case: Any) -> nn.Module:
+    """Apply the policy to the module; Unsupported if it has no blocks, or checkpoints itself. A user's own model names
+    them `blocks`."""
+    if getattr(case, "checkpoints", False):
+        raise Unsupported(
+            f"{type(made.module).__name__} calls torch.utils.checkpoint itself, and is not checkpointed twice"
+        )
     if not len(made.blocks):
         kind = type(made.module).__name__
         raise Unsupported(f"{kind} has no blocks: no ModuleList or Sequential with several of one class")

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from impl.precision import PRECISIONS, Precision
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.models import checkpointed, made
-from shardmark.api import Implementation, Loss, Mark, OwnModelCase, Unsupported, resolve, trains_own_model
+from shardmark.api import PLAIN, Implementation, Loss, Mark, OwnModelCase, Unsupported, resolve, trains_own_model
 
 
 class LanguageModelStep:
-    """One AdamW step, or the part of it that the case names, of a language model on random tokens, or of a user's
+    """One training step, or the part of it that the case names, of a language model on random tokens, or of a user's
     own model with its own batch and loss."""
 
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
@@ -23,18 +23,22 @@ class LanguageModelStep:
         self.case = case
         with torch.device(device):
             self.made = made(case)
+        self.recipe = getattr(case, "recipe", PLAIN)
+        if self.recipe.micro_batches > 1 and not getattr(implementation.target, "accumulates", True):
+            raise Unsupported(f"{implementation} takes one batch a step: forward and update are in one call")
         self.options: dict[str, Any] = {"precision": _precision(case)}
         self.batch = self.made.batch
         if isinstance(case, OwnModelCase):
             if not implementation.accepts("loss"):
                 raise Unsupported("its signature has no option 'loss'")
-            self.options["loss"] = partial(_of_batch, self.made.loss)
+            self.options["loss"] = partial(_of_batch, self.made.loss, self.recipe.micro_batches)
             self.batch = self.made.batch, None
         self.model = self.made.module
         if not isinstance(case, OwnModelCase):  # a user's own model keeps its dtypes, which may be several
             self.model.to(self.options["precision"].parameter)
-        # Fused, so that the optimizer itself needs no temporaries.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = self.made.optimizer(list(self.model.parameters()))
+        if self.recipe.clip is not None:
+            self.optimizer.register_step_pre_hook(self._clip)
         try:
             self.training_step = implementation.adapted(self.model, self.optimizer, **self.options)
         except ValueError as error:  # no `model.blocks` to checkpoint, for example
@@ -50,6 +54,12 @@ class LanguageModelStep:
 
     def step(self, mark: Mark) -> None:
         if self.case.mode == "step":
+            for _ in range(self.recipe.micro_batches - 1):
+                loss = self.training_step.forward(*self.batch)
+                mark("forward")
+                self.training_step.backward(loss)
+                del loss
+                mark("backward")
             self.training_step(*self.batch, mark)
             return
         self.loss = self.training_step.forward(*self.batch)
@@ -57,6 +67,10 @@ class LanguageModelStep:
         if self.case.mode == "forward_backward":
             self.training_step.backward(self.loss)
             mark("backward")
+
+    def _clip(self, *_: Any) -> None:
+        assert self.recipe.clip is not None
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
 
     def kinds(self) -> dict[str, list[Tensor]]:
         """The live tensors by kind."""
@@ -80,8 +94,9 @@ def _precision(case: TrainingStepCase) -> Precision:
         raise Unsupported(str(error)) from None
 
 
-def _of_batch(loss: Loss, model: nn.Module, batch: tuple[Any, ...], targets: None) -> Tensor:
-    return loss(model, *batch)
+def _of_batch(loss: Loss, micro_batches: int, model: nn.Module, batch: tuple[Any, ...], targets: None) -> Tensor:
+    """The batch's share of the mean loss of all micro-batches."""
+    return loss(model, *batch) if micro_batches == 1 else loss(model, *batch) / micro_batches
 
 
 class CheckpointedStep(LanguageModelStep):
@@ -89,7 +104,7 @@ class CheckpointedStep(LanguageModelStep):
 
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
         super().__init__(resolve("training_step", "eager"), case, device)
-        checkpointed(implementation, self.made)
+        checkpointed(implementation, self.made, case)
         self.backend = implementation.name
 
 

@@ -8,6 +8,7 @@ register("loss", "mine", my_loss, time=Race("eager", budget=1.0))
 from shardmark.api.finding import RegistryError
 from shardmark.api.grid import MB, SCALES, Grid
 from shardmark.api.own_model import Loss, Made, OwnModel, OwnModelCase, find_blocks, make, resized
+from shardmark.api.recipe import ADAMW, PLAIN, MakesOptimizer, Recipe, named_optimizer, taken_apart
 from shardmark.api.reference import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -54,6 +55,7 @@ from shardmark.api.work import Work
 from shardmark.api.workload import Mark, Workload, stage
 
 __all__ = [
+    "ADAMW",
     "AFTER_BACKWARD",
     "AFTER_FORWARD",
     "BACKWARD",
@@ -66,6 +68,7 @@ __all__ = [
     "LEAVE",
     "MB",
     "PARAMETERS",
+    "PLAIN",
     "READ",
     "READ_END",
     "SCALES",
@@ -75,6 +78,7 @@ __all__ = [
     "Implementation",
     "Loss",
     "Made",
+    "MakesOptimizer",
     "Mark",
     "Moment",
     "NotAsked",
@@ -82,6 +86,7 @@ __all__ = [
     "OwnModelCase",
     "PlainStep",
     "Race",
+    "Recipe",
     "Refusable",
     "RegistryError",
     "Requirement",
@@ -97,6 +102,7 @@ __all__ = [
     "find_blocks",
     "followed",
     "make",
+    "named_optimizer",
     "note_events",
     "note_unasked",
     "other_dtypes",
@@ -106,6 +112,7 @@ __all__ = [
     "resized",
     "resolve",
     "stage",
+    "taken_apart",
     "tensors_of",
     "trains_own_model",
 ]

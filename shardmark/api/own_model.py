@@ -7,7 +7,8 @@
 
 Each rank calls the function with PyTorch's generator seeded for that rank, so each has a batch of its own; the weights
 are the first rank's. `loss(model, *batch)` gets the model as a strategy has wrapped it. The function may return the
-model's blocks as a fourth value, where `find_blocks` would find others.
+model's blocks as a fourth value, where `find_blocks` would find others; or a dict of all that, by the names of VALUES,
+which may have an optimizer too: a function that makes one of a list of parameters.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardmark.api.finding import RegistryError, find
+from shardmark.api.recipe import ADAMW, PLAIN, MakesOptimizer, Recipe
 from shardmark.api.registry import Unsupported
 from shardmark.api.work import Work
 
 Loss = Callable[..., Tensor]
+
+VALUES = ("model", "batch", "loss", "blocks", "optimizer")
+"""Names of what the user's function returns; the last two may be left out."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,17 @@ class OwnModel:
     parameters: int = 0
     flops: int = 0
     """FLOPs of a forward and a backward pass over one rank's batch; 0 where they cannot be counted."""
+    optimizer: str = "AdamW"
+    """The name of its optimizer's class."""
+    recipe: Recipe = PLAIN
+    checkpoints: bool = False
+    """Whether its own forward runs parts under `torch.utils.checkpoint`."""
 
 
 @dataclass(frozen=True)
 class OwnModelCase:
-    """One AdamW step on each of `ranks`. `model` is the user's FILE:ATTR, `dtype` the dtype of its parameters,
-    `parameters` their count, and `flops` the FLOPs of a forward and a backward pass on one rank."""
+    """One training step on each of `ranks`. `model` is the user's FILE:ATTR, `dtype` the dtype of its parameters,
+    `parameters` their count, and `flops` the FLOPs of a forward and a backward pass over one batch on one rank."""
 
     model: str
     name: str
@@ -64,13 +74,21 @@ class OwnModelCase:
     """Whether each block's activations are recomputed, under whatever else the strategy does."""
     autocast: bool = False
     """Whether the model and its loss run under autocast to bfloat16."""
+    optimizer: str = "AdamW"
+    """The name of the optimizer's class."""
+    recipe: Recipe = PLAIN
+    checkpoints: bool = False
+    """Whether the model checkpoints parts of itself; then no strategy checkpoints its blocks again."""
 
     @classmethod
     def of(cls, own: OwnModel) -> OwnModelCase:
-        return cls(own.spec, own.name, own.dtype, own.parameters, own.flops)
+        """The case of the user's own batch on one rank."""
+        of_model = {name: getattr(own, name) for name in ("optimizer", "recipe", "checkpoints")}
+        return cls(own.spec, own.name, own.dtype, own.parameters, own.flops, **of_model)
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.dtype}-{self.mode}"
+        optimizer = "" if self.optimizer == "AdamW" else f"-{self.optimizer}"
+        return f"{self.name}-{self.dtype}-{self.mode}{optimizer}{self.recipe}"
 
     @property
     def words(self) -> str:
@@ -78,9 +96,17 @@ class OwnModelCase:
         return f"with {self.name} in {self.dtype}"
 
     @property
+    def compute_dtype(self) -> str:
+        """The dtype of its products."""
+        return self.recipe.compute_dtype or ("bfloat16" if self.autocast else self.dtype)
+
+    @property
     def work(self) -> Work:
-        """Work of one rank: every parameter is read twice, its gradient written, and AdamW moves 28 bytes of each."""
-        return Work(flops=self.flops, bytes_moved=40 * self.parameters, model_flops=self.flops)
+        """Work of one rank. For each micro-batch a parameter is read twice, and its gradient written (and read, from
+        the second one on). AdamW moves 28 bytes of each; any optimizer moves 12."""
+        passes, update = self.recipe.micro_batches, 28 if self.optimizer == "AdamW" else 12
+        moved = passes * 12 + (passes - 1) * 4 + update
+        return Work(flops=passes * self.flops, bytes_moved=moved * self.parameters, model_flops=passes * self.flops)
 
 
 @dataclass
@@ -92,6 +118,7 @@ class Made:
     loss: Loss
     blocks: nn.ModuleList
     """The repeated modules, such as a transformer's blocks, in their order; may be empty."""
+    optimizer: MakesOptimizer = ADAMW
 
 
 def make(spec: str, device: str) -> Made:
@@ -141,14 +168,19 @@ def found(label: str, spec: str) -> tuple[Any, str]:
 
 def _checked(label: str, returned: Any) -> Made:
     """Check the function's return value."""
-    if not isinstance(returned, tuple) or len(returned) not in (3, 4):
-        found = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
-        raise RegistryError(f"{label}: it returns (model, batch, loss), and perhaps the model's blocks, not {found}")
-    module, batch, loss, *blocks = returned
+    values = _by_name(label, returned)
+    module, batch, loss = (values[name] for name in VALUES[:3])
+    optimizer = values.get("optimizer", ADAMW)
     for what, value, right, wanted in (
         ("model", module, isinstance(module, nn.Module), "an nn.Module"),
         ("batch", batch, isinstance(batch, tuple | list), "a tuple of what the loss is given beside the model"),
         ("loss", loss, callable(loss), "a function of the model and the batch"),
+        (
+            "optimizer",
+            optimizer,
+            callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer),
+            "a function that makes one of a list of parameters",
+        ),
     ):
         if not right:
             raise RegistryError(f"{label}: the {what} that it returns is {wanted}, not {type(value).__name__}")
@@ -156,7 +188,23 @@ def _checked(label: str, returned: Any) -> Made:
         raise RegistryError(f"{label}: its {type(module).__name__} has no parameter to train")
     if any(p.is_meta for p in module.parameters()):
         raise RegistryError(f"{label}: its parameters are on meta, without values: make them on the default device")
-    return Made(module, tuple(batch), loss, _as_list(label, module, *blocks) if blocks else find_blocks(module))
+    blocks = _as_list(label, module, values["blocks"]) if "blocks" in values else find_blocks(module)
+    return Made(module, tuple(batch), loss, blocks, optimizer)
+
+
+def _by_name(label: str, returned: Any) -> dict[str, Any]:
+    """The returned values by their names, of VALUES."""
+    if isinstance(returned, dict):
+        if set(VALUES[:3]) <= set(returned) <= set(VALUES):
+            return returned
+        found = f"a dict of {', '.join(map(str, returned))}"
+        raise RegistryError(
+            f"{label}: it returns a dict of model, batch, loss and perhaps blocks, optimizer, not {found}"
+        )
+    if not isinstance(returned, tuple) or len(returned) not in (3, 4):
+        found = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
+        raise RegistryError(f"{label}: it returns (model, batch, loss), and perhaps the model's blocks, not {found}")
+    return dict(zip(VALUES, returned, strict=False))
 
 
 def _as_list(label: str, module: nn.Module, blocks: Any) -> nn.ModuleList:

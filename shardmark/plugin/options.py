@@ -15,6 +15,7 @@ import torch
 
 from shardmark.api import registry
 from shardmark.api.finding import RegistryError, family_and_target
+from shardmark.api.recipe import RECIPE, Recipe, recipe_of
 from shardmark.api.registry import Implementation
 from shardmark.meter.hardware import THIS
 from shardmark.plugin.tampering import keep_the_exit, untouched
@@ -64,6 +65,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Run on your own model alone: a function that returns (model, batch, loss), as file.py:attribute or "
         "module:attribute.",
     )
+    for name, (metavar, says) in RECIPE.items():
+        group.addoption(f"--{name}", metavar=metavar, help=f"With --model: {says}")
     group.addoption(
         "--implementations",
         action="store_true",
@@ -176,6 +179,16 @@ def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:
     if option("device") == "cuda" or torchrun.launched():
         raise ValueError(f"--simulate runs nothing: not with {'torchrun' if torchrun.launched() else '--device cuda'}")
     return asked
+
+
+def recipe(option: Callable[..., Any]) -> Recipe:
+    """How the model of `--model` is trained; ValueError for an option of that without a model."""
+    given = {name: option(name.replace("-", "_")) for name in RECIPE}
+    if option("model") is None and (alone := next((name for name, text in given.items() if text is not None), None)):
+        raise ValueError(f"--{alone} says how your own model is trained: it needs --model")
+    if given["routing"] is not None and option("simulate") is None:
+        raise ValueError("--routing says which experts a simulated router chooses: it needs --simulate")
+    return recipe_of(*given.values())
 
 
 def path(name: str, option: Callable[[str], str]) -> Path:

@@ -218,7 +218,7 @@ class Recorder:
     def _limit(self, identity: Identity, work: Work, seconds: float, pace: float) -> Limit:
         """The row's "limit" for a step of that many seconds, which took `pace` times as long when it was measured."""
         devices = identity.world_size if identity.device == "cuda" else 1
-        dtype = identity.case.dtype
+        dtype = getattr(identity.case, "compute_dtype", identity.case.dtype)
         limit = limit_entry(work, self._session.roofline(dtype), devices, seconds)
         needed = work.flops / (devices * seconds * pace) if seconds else 0.0  # FLOP/s of each device
         beyond = needed > MARGIN * limit["peak_flops_per_second"]

@@ -63,7 +63,8 @@ class Session:
         self.refused: dict[str, str] = {}
         """One line on each `--impl` target that does not meet its contract, where another target does."""
         self.selected = options.selected(option("impl"), self.device, self.refused)
-        self.model = None if option("model") is None else check(option("model"), bool(self.simulated))
+        recipe = options.recipe(option)
+        self.model = None if option("model") is None else check(option("model"), bool(self.simulated), recipe)
         """The user's own model, of `--model`, which this run is about."""
         deadline = options.deadline(option("deadline"))
         self.deadlines = Deadlines(

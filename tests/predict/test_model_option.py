@@ -11,12 +11,13 @@ import torch._dynamo  # or each run of pytest would import it anew, as `pytester
 import torch.distributed as dist
 from torch import nn
 
-from correctness.support.own_model import Trained, assert_as_in_one_process, own_model, train
+from correctness.support.own_model import Trained, assert_as_in_one_process, optimizer_of, own_model, train
 from correctness.support.paths import ROOT
 from impl.data_parallel import NaiveDataParallel
 from impl.fsdp import with_blocks
 from shardmark.api.finding import RegistryError
 from shardmark.api.own_model import OwnModelCase, find_blocks, make
+from shardmark.api.recipe import Recipe
 from shardmark.meter.over_budget import Held, excess_lines
 from shardmark.plugin import WorldsBySize
 from shardmark.predict.memory_budget import Predicted
@@ -46,6 +47,9 @@ WRONG = {
     "no_tuple": "the batch that it returns is a tuple of what the loss is given beside the model, not Tensor",
     "no_loss": "the loss that it returns is a function of the model and the batch, not int",
     "no_blocks": "the fourth value that it returns is the model's blocks, a list of its modules",
+    "another_optimizer": "the optimizer that it returns is a function that makes one of a list of parameters, not SGD",
+    "no_optimizer": "its optimizer: *: TypeError: it makes a int, and not a torch.optim.Optimizer",
+    "misspelt": "it returns a dict of model, batch, loss and perhaps blocks, optimizer, not a dict of *, optimiser",
     "without_parameters": "its ReLU has no parameter to train",
     "vector": "its loss is of shape (32,), and not one number: take its mean",
     "python_number": "its loss is of type float, and not a tensor of one number",
@@ -237,14 +241,17 @@ def test_an_operator_has_its_own_line_or_that_of_its_function() -> None:
 
 
 def trained_on_rank(case: OwnModelCase, device: str) -> Trained:
-    model = NaiveDataParallel(own_model(case, device, dist.get_rank()).module)
-    return train(model, case, device, model.module.named_parameters, model.finish_gradient_synchronization)
+    own = own_model(case, device, dist.get_rank())
+    model = NaiveDataParallel(own.module)
+    optimizer = optimizer_of(case, own)(list(model.parameters()))
+    return train(model, case, device, model.module.named_parameters, optimizer, model)
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("make", None),
+        pytest.param("with_optimizer", None, marks=pytest.mark.sweep),
         ("by_rank", "in step 0 the loss on rank 1 is * and of the same batch in one process *"),
         ("with_one_batch", "its batch is the same on every rank, so that nothing tells whether *"),
         ("drawn_by_python", "it makes another model or batch each time: have PyTorch's generator draw them"),
@@ -254,7 +261,7 @@ def test_trained_on_ranks_it_is_held_to_one_process(
     name: str, says: str | None, worlds: WorldsBySize, device: str, tmp_path: Path
 ) -> None:
     file = Path(shutil.copy(own_models.__file__, tmp_path / "mine.py"))
-    case = OwnModelCase(f"{file}:{name}", name, "float32", 0, 0)
+    case = OwnModelCase(f"{file}:{name}", name, "float32", 0, 0, recipe=Recipe(micro_batches=2, clip=0.01))
     ranks = worlds(2).run(trained_on_rank, case, device)
     if says is None:
         assert_as_in_one_process(ranks, case, device)

@@ -1,12 +1,16 @@
 """Models as users have them, for `--model`: right ones, and some with what is wrong planted."""
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
+from torch.utils.checkpoint import checkpoint
+
+from shardmark.predict.simulation.routing import Routing
 
 WIDTH = 16
 ROWS = 32
@@ -64,6 +68,57 @@ class Keeping(Net):
         return super().forward(x)
 
 
+class Experts(nn.Module):
+    """(rows, WIDTH) -> the same: two of four experts for each row. Real logits are a table, so that each expert is
+    chosen as often as `shares` say; a simulation sees them as any others."""
+
+    def __init__(self, shares: tuple[float, ...], by_mask: bool) -> None:
+        super().__init__()
+        self.by_mask, self.router = by_mask, nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        chosen = torch.from_numpy(Routing(shares).chosen(EXPERT_ROWS, 2, 4))
+        self.register_buffer("table", nn.functional.one_hot(chosen, 4).sum(1) * 1000.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = torch.topk((self.router(x) + self.table).softmax(-1), 2)
+        found = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if self.by_mask:
+                mask = (chosen == i).any(-1)
+                weight = (weights * (chosen == i)).sum(-1, keepdim=True)
+                found[mask] = found[mask] + weight[mask] * expert(x[mask])
+            else:  # as transformers' Mixtral does
+                row, place = torch.where(chosen == i)
+                found.index_add_(0, row, expert(x[row]) * weights[row, place, None])
+        return found
+
+
+EXPERT_ROWS = 1203
+"""Enough for a simulation to compute no values of them."""
+
+
+def _experts(shares: tuple[float, ...], by_mask: bool) -> tuple[Any, ...]:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(shares, by_mask), nn.Linear(WIDTH, WIDTH))
+    return model, rows(EXPERT_ROWS), loss
+
+
+masks_uniform, masks_uneven = (partial(_experts, shares, True) for shares in ((), (0.4, 0.1, 0.3, 0.2)))
+where_uniform, where_uneven = (partial(_experts, shares, False) for shares in ((), (0.4, 0.1, 0.3, 0.2)))
+
+
+class Checkpointing(Net):
+    """Checkpoints its blocks itself, in either variant."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.output(self.drop(x))
+
+
 class ByRank(Net):
     """Computes something else on each rank."""
 
@@ -95,6 +150,16 @@ def tied() -> tuple[Any, ...]:
     return Tied(), (tokens,), lambda model, tokens: cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
+def with_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Weight decay of the first half alone."""
+    half = len(parameters) // 2
+    return torch.optim.AdamW([{"params": parameters[:half], "weight_decay": 0.1}, {"params": parameters[half:]}], 1e-3)
+
+
+def with_optimizer() -> dict[str, Any]:
+    return {"model": Net(), "batch": rows(), "loss": loss, "optimizer": with_groups}
+
+
 def keeping() -> tuple[Any, ...]:
     return Keeping(), rows(), loss
 
@@ -112,6 +177,15 @@ def remembering() -> tuple[Any, ...]:
     return Net(), rows(), remembered
 
 
+def checkpointing() -> tuple[Any, ...]:
+    return Checkpointing(False), rows(), loss
+
+
+def checkpointing_reentrant() -> tuple[Any, ...]:
+    x, y = rows()
+    return Checkpointing(True), (x.requires_grad_(), y), loss
+
+
 def by_rank() -> tuple[Any, ...]:
     return ByRank(), rows(), loss
 
@@ -126,6 +200,22 @@ def with_one_batch() -> tuple[Any, ...]:
 
 def drawn_by_python() -> tuple[Any, ...]:
     return Net(), (torch.full((ROWS, WIDTH), random.random()), torch.zeros(ROWS, dtype=torch.int64)), loss
+
+
+def another_optimizer() -> dict[str, Any]:
+    return with_optimizer() | {"optimizer": torch.optim.SGD(Net().parameters())}
+
+
+def no_optimizer() -> dict[str, Any]:
+    return with_optimizer() | {"optimizer": lambda parameters: len(parameters)}
+
+
+def misspelt() -> dict[str, Any]:
+    return with_optimizer() | {"optimiser": with_groups}
+
+
+def in_bfloat16() -> tuple[Any, ...]:
+    return Net().bfloat16(), (torch.randn(ROWS, WIDTH, dtype=torch.bfloat16), torch.randint(WIDTH, (ROWS,))), loss
 
 
 number = 5

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PythonCallbackWork, Work, _create_work_fr
 from torch._ops import OpOverload
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -239,4 +240,6 @@ def one_rank_of(size: int, rank: int = 0, backend: str = "gloo", schedule: Sched
         try:
             yield
         finally:
+            if len(c10d._world.pg_names) > 1:  # a next rank is in other groups, and DTensor remembers this one's
+                _clear_sharding_prop_cache()
             dist.destroy_process_group()

@@ -45,6 +45,7 @@ from shardmark.predict.simulation.kinds import (
     tensors_in,
     written_by,
 )
+from shardmark.predict.simulation.routing import Routing
 from shardmark.predict.simulation.schedule import Schedule
 
 SMALL = 2**14
@@ -76,10 +77,11 @@ Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
 class _Kernels:
     """Runs operators without kernels, for one simulation."""
 
-    def __init__(self, collective: Collective, take: Take | None, schedule: Schedule) -> None:
+    def __init__(self, collective: Collective, take: Take | None, schedule: Schedule, routing: Routing | None) -> None:
         self._collective = collective
         self._take = take
         self._schedule = schedule
+        self._routing = routing
         self._fake = FakeTensorMode()
         self._layouts: dict[Any, Any] = {}
         self._one_at_a_time = threading.Lock()  # fake tensors are for one thread
@@ -124,6 +126,11 @@ class _Kernels:
         if kind is Kind.WRITE:
             return self._write(operator, args, kwargs)
         results = tree_map_only(_Layout, _Layout.allocate, self._layout(operator, args, kwargs))
+        if self._routing is not None:
+            with _off(operator):
+                chosen = self._routing.choose(operator, args, results)
+            if chosen is not None and _is_small(chosen):
+                delattr(chosen.untyped_storage(), "no_value")
         finite = of_finite_numbers(operator, args)
         if finite is not None and _is_small(results):
             del results.untyped_storage().no_value
@@ -159,11 +166,14 @@ class _Kernels:
 
     def _layout(self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The operator's results, with a `_Layout` for each tensor; remembered, as steps repeat themselves."""
-        key = operator, _described(args), tuple((name, _described(value)) for name, value in kwargs.items())
+        counts = tuple(_counted(operator, args))
+        key = operator, _described(args), tuple((name, _described(value)) for name, value in kwargs.items()), counts
         if key not in self._layouts:
             try:
                 with self._one_at_a_time, _off(operator), self._fake:
                     fake_args, fake_kwargs = tree_map_only(Tensor, _empty_like, (tuple(args), kwargs))
+                    if counts:
+                        fake_args = fake_args[0], _as_indices(fake_args[1], list(counts))
                     of = grouped_layout if operator is GROUPED else operator
                     results = of(*fake_args, **fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
@@ -171,6 +181,28 @@ class _Kernels:
             room = max(map(Tensor.numel, tensors_in(args))) if operator in LEFT_AMONG_ELEMENTS else 0
             self._layouts[key] = tree_map_only(Tensor, partial(_Layout, room=room), results)
         return self._layouts[key]
+
+
+def _counted(operator: OpOverload, args: Sequence[Any]) -> Iterator[int]:
+    """The numbers of True in the masks of `x[mask]`; none where a mask has no value, or for another operator."""
+    if operator is aten.index.Tensor:
+        masks = [each for each in tensors_in(args[1:2]) if each.dtype == torch.bool]
+        if all(map(has_value, masks)):
+            with _off(operator):
+                yield from [int(mask.sum()) for mask in masks]
+
+
+def _as_indices(indices: Sequence[Tensor | None], counts: list[int]) -> list[Tensor | None]:
+    """Empty indices, as PyTorch makes them of each mask: one for each of its dimensions."""
+    found: list[Tensor | None] = []
+    for each in indices:
+        masks = each is not None and each.dtype == torch.bool
+        count = counts.pop(0) if masks else 0
+        of = (
+            [torch.empty(count, dtype=torch.int64) for _ in range(each.dim())] if masks and each is not None else [each]
+        )
+        found += of
+    return found
 
 
 @contextmanager
@@ -295,11 +327,17 @@ def _fake_alone(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def no_kernels(collective: Collective, take: Take | None = None, schedule: Schedule | None = None) -> Iterator[None]:
+def no_kernels(
+    collective: Collective,
+    take: Take | None = None,
+    schedule: Schedule | None = None,
+    routing: Routing | None = None,
+) -> Iterator[None]:
     """Leave out kernels on the CPU in the block, in this thread and in those that it starts. `collective` replaces each
-    collective, `take` takes an operator's workspace, and `schedule` notes operators and collectives.
+    collective, `take` takes an operator's workspace, and `schedule` notes operators and collectives. `routing` says
+    which experts routers choose.
     """
-    kernels = _Kernels(collective, take, schedule or Schedule())
+    kernels = _Kernels(collective, take, schedule or Schedule(), routing)
     with ExitStack() as stack:
         everything, named = (stack.enter_context(_scoped_library(of, "IMPL")) for of in ("_", "aten"))
         everything.fallback(kernels, "FPGA", with_keyset=True)

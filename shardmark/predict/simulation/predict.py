@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from shardmark.api.recipe import PLAIN
 from shardmark.api.registry import Unsupported
 from shardmark.api.workload import Mark
 from shardmark.meter.clock import MOST_AHEAD
@@ -27,6 +30,7 @@ from shardmark.predict.simulation.cuda import rules_of_cuda
 from shardmark.predict.simulation.group import gloo, nccl, nccl_recording_streams, one_rank_of
 from shardmark.predict.simulation.no_kernels import no_kernels
 from shardmark.predict.simulation.rates import GPU
+from shardmark.predict.simulation.routing import Routing
 from shardmark.predict.simulation.schedule import Schedule, Step
 from shardmark.ranks.rank_state import seed_rank
 from shardmark.rows.observers import timeline_pass
@@ -46,7 +50,7 @@ def predict(plan: Plan, rank: int = 0, on: Hardware = CPU, alike: Sequence[Hardw
     Raises Unsupported, in one line, for a program whose operators depend on values.
     """
     steps: dict[str, Step] = {}
-    with simulation(plan.world_size, rank, on) as schedule:
+    with simulation(plan.world_size, rank, on, routing=routing_of(plan)) as schedule:
 
         def steady(step: Callable[[Mark], None], mark: Mark) -> None:
             """The device begins once the first operators are launched, as when a step is timed."""
@@ -67,6 +71,11 @@ def predict(plan: Plan, rank: int = 0, on: Hardware = CPU, alike: Sequence[Hardw
         for observer in plan.observers:
             measured.observed[observer] = observer.on_rank(plan, measured)
     return measured
+
+
+def routing_of(plan: Plan) -> Routing | None:
+    """The routing of a user's own model, if its recipe has one."""
+    return Routing.of(getattr(plan.case, "recipe", PLAIN).routing)
 
 
 def predicted_peer(plan: Plan, on: Hardware = CPU) -> Step | None:
@@ -96,13 +105,13 @@ def _marking(step: Callable[[Mark], None], mark: Mark, and_mark: Mark) -> None:
 
 def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: int = WARMUPS) -> list[Held]:
     """The tensors live on that rank at the peak of the step after the warm-ups, the largest first."""
-    with simulation(plan.world_size, rank, on):
+    with simulation(plan.world_size, rank, on, routing=routing_of(plan)):
         return blocks_at_peak(plan, warmups)
 
 
 def kept_for_backward(plan: Plan) -> dict[tuple[str, str], int]:
     """Bytes that forward leaves for backward on a CPU, by module (layers of a kind together) and operator."""
-    with simulation(plan.world_size):
+    with simulation(plan.world_size, routing=routing_of(plan)):
         return by_layer_and_operator(timeline_pass(plan).activations)
 
 
@@ -114,10 +123,12 @@ def simulation(
     *,
     records_streams: bool = False,
     schedule: Schedule | None = None,
+    routing: Routing | None = None,
 ) -> Iterator[Schedule]:
     """In the block no kernels run: this process is rank `rank` of `ranks` on the hardware `on`. All tensors are on
     "cpu". With `records_streams` c10d calls `record_stream` for NCCL, as until 2025. `schedule` notes what is launched,
-    by default at that hardware's rates.
+    by default at that hardware's rates. `routing` says which experts routers choose; without it a program that loops
+    over experts depends on values.
 
     Yields the schedule. Raises Unsupported, in one line, where a tensor is larger than this machine's memory.
     """
@@ -127,13 +138,15 @@ def simulation(
         stack.enter_context(_garbage_is_new())
         stack.enter_context(_mapped_one_by_one())
         stack.enter_context(_drawing(rank))
+        in_node = min(ranks, on.devices_per_node) if of_cuda else ranks
+        stack.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(in_node)))  # as torchrun says
         stack.enter_context(one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo", schedule))
         if of_cuda:
             collective = nccl_recording_streams if records_streams else nccl
             take = stack.enter_context(rules_of_cuda(on, schedule)).take
-            stack.enter_context(no_kernels(partial(collective, schedule=schedule), take, schedule))
+            stack.enter_context(no_kernels(partial(collective, schedule=schedule), take, schedule, routing))
         else:
-            stack.enter_context(no_kernels(partial(gloo, schedule=schedule), None, schedule))
+            stack.enter_context(no_kernels(partial(gloo, schedule=schedule), None, schedule, routing))
         try:
             yield schedule
         except RuntimeError as error:

@@ -23,7 +23,7 @@ from shardmark.api.workload import Mark
 from shardmark.meter.measure_case import WARMUPS
 from shardmark.meter.plan import Plan
 from shardmark.predict.simulation.on_ranks import Sent, collective_seconds, mean_of, operator_seconds, step_seconds
-from shardmark.predict.simulation.predict import simulation
+from shardmark.predict.simulation.predict import routing_of, simulation
 from shardmark.predict.simulation.program import Call, Event, Recorder, typical
 from shardmark.predict.simulation.schedule import FIRST_STREAM, Span, Step
 from shardmark.ranks.worlds import Worlds
@@ -175,7 +175,7 @@ class Timeline:
 def events_of(plan: Plan) -> list[Event]:
     """The events of the plan's steady-state step on the first rank."""
     recorder = Recorder()
-    with simulation(plan.world_size, schedule=recorder):
+    with simulation(plan.world_size, schedule=recorder, routing=routing_of(plan)):
         workload = plan.workload(plan.implementation, plan.case, "cpu")
         for _ in range(WARMUPS):
             workload.prepare()

@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from shardmark.api.finding import family_and_target
+from shardmark.api.recipe import RECIPE, recipe_of
 from shardmark.api.registry import FAMILIES, resolve
 from shardmark.meter.hardware import Hardware, hardware
 from shardmark.predict.what_fits.advice import outcomes
@@ -30,9 +31,10 @@ def main(arguments: Sequence[str]) -> int:
     predictions = None
     try:
         devices, ranks, strategies = _devices(given.hardware), _ranks(given.ranks), _strategies(given.impl)
+        recipe = recipe_of(*(getattr(given, name.replace("-", "_")) for name in RECIPE))
         if given.json is not None:
             given.json.touch()  # report a file that cannot be written before minutes of work
-        predictions = Predictions(given.model, devices)
+        predictions = Predictions(given.model, devices, recipe)
         found = outcomes(predictions, strategies, ranks, devices, given.batch, given.context)
         if given.json is not None:
             given.json.write_text(json.dumps(saved(predictions.case, predictions.sizes, found), indent=1) + "\n")
@@ -58,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FAMILY=TARGET",
         help="one more strategy: a registered name, module:attribute or file.py:attribute; repeatable",
     )
+    for name, (metavar, says) in RECIPE.items():
+        parser.add_argument(f"--{name}", metavar=metavar, help=says)
     parser.add_argument("--batch", action="store_true", help="find the largest batch that fits, of each strategy")
     parser.add_argument("--context", action="store_true", help="find the longest context that fits, of each strategy")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all of it, in bytes")

@@ -12,6 +12,7 @@ import torch
 
 from shardmark.api.finding import RegistryError
 from shardmark.api.own_model import OwnModelCase, make, size_of
+from shardmark.api.recipe import PLAIN, Recipe
 from shardmark.api.registry import Implementation, Unsupported, family
 from shardmark.meter import memory
 from shardmark.meter.hardware import Hardware
@@ -130,10 +131,10 @@ Sizes = tuple[int | str, int | str]
 """Rows and context of a batch: the sizes of its tensors' dimensions 0 and 1, or why they have no common size."""
 
 
-def followed(spec: str) -> tuple[OwnModelCase, Sizes]:
+def followed(spec: str, recipe: Recipe = PLAIN) -> tuple[OwnModelCase, Sizes]:
     """The model's case, and the sizes of its batch. RegistryError, in one line, for a spec that makes no model, and
     for a model that no strategy could train."""
-    case = OwnModelCase.of(check(spec, simulated=True))
+    case = OwnModelCase.of(check(spec, simulated=True, recipe=recipe))
     with simulation(), torch.random.fork_rng(devices=[]):
         batch = make(case.model, "cpu").batch
     return case, (_size(batch, 0), _size(batch, 1))

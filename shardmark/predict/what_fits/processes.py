@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any
 
 from shardmark.api.own_model import OwnModelCase
+from shardmark.api.recipe import PLAIN, Recipe
 from shardmark.meter.hardware import Hardware
 from shardmark.predict.what_fits.prediction import Prediction, Refused, Sizes, Strategy, followed, predicted
 from shardmark.ranks.rank import available_cores
@@ -18,7 +19,7 @@ from shardmark.ranks.rank import available_cores
 class Predictions:
     """Predictions of one model, each made once. Devices that need the same memory share a prediction."""
 
-    def __init__(self, spec: str, devices: Sequence[Hardware]) -> None:
+    def __init__(self, spec: str, devices: Sequence[Hardware], recipe: Recipe = PLAIN) -> None:
         """`devices` are all that will be asked about. RegistryError, in one line, where there is no such model."""
         # Not forked: a process that has computed before, as pytest's has, leaves its fork waiting for threads for ever.
         self._pool = ProcessPoolExecutor(available_cores(), multiprocessing.get_context("spawn"))
@@ -28,7 +29,7 @@ class Predictions:
         self.case: OwnModelCase
         self.sizes: Sizes
         try:
-            self.case, self.sizes = self._pool.submit(followed, spec).result()
+            self.case, self.sizes = self._pool.submit(followed, spec, recipe).result()
         except BaseException:
             self.close()
             raise

@@ -26,7 +26,8 @@ def lines(case: OwnModelCase, sizes: Sizes, found: Sequence[Outcome]) -> Iterato
         yield ""
         yield f"{on.name}: {_gib(on.memory_bytes)}{context}"
         reasons = list(dict.fromkeys(o.found.reason for o in outcomes if isinstance(o.found, Refused)))
-        yield from layout([_cells(outcome, rows, reasons) for outcome in outcomes], left=("strategy", "fits"))
+        in_step = rows * case.recipe.micro_batches if isinstance(rows, int) else rows
+        yield from layout([_cells(outcome, in_step, reasons) for outcome in outcomes], left=("strategy", "fits"))
         for number, reason in enumerate(reasons, 1):
             yield f"[{number}] {reason}"
         if any(map(_made_elsewhere, outcomes)):
