@@ -71,7 +71,7 @@ class Reached:
     network: float = 0.8
     collective: float = 1e-5
     """Fewest seconds of a collective."""
-    collective_launch: float = 1e-4
+    collective_launch: float = 2e-4
     """The host's seconds for a collective beside `launch`: FSDP's and DDP's own Python around it."""
     beside: float = 0.9
     """Pace of kernels beside a collective, which takes multiprocessors and bandwidth from them."""

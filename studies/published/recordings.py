@@ -41,11 +41,11 @@ class Recording:
         takes = [rates.seconds(cost) for cost in self.costs]
         sends = [rates.collective(*each) for each in self.collectives]
         forward, backward = rates.launch(False), rates.launch(True)
-        sending, pace = rates.collective_launch(), rates.beside_collective()
+        per_collective, pace = rates.collective_launch(), rates.beside_collective()
         free, host, over = [ahead] * len(self.streams), 0.0, ahead
         sent: list[tuple[float, float]] = []
         for _ in range(steps):
-            before, began_host, computing = over, host, 0.0
+            before, began_host, computing, communicating = over, host, 0.0, 0.0
             stamps: list[float] = []
             for kind, a, b, c in self.events:
                 if kind == LAUNCH:
@@ -55,11 +55,12 @@ class Recording:
                     free[a] = began + takes[b] if a or not sent else ends(began, takes[b], sent, pace)
                     computing += takes[b] if not a else 0.0
                 elif kind == SEND:
-                    host += sending
+                    host += per_collective
                     began = max(host, free[a], free[b])
                     free[a] = began + sends[c]
                     if sends[c]:
                         insort(sent, (began, free[a]))
+                    communicating += sends[c]
                     stamps.append(free[a])
                 elif kind == STAMP:
                     stamps.append(free[a])
@@ -70,15 +71,25 @@ class Recording:
                 else:
                     host = max(host, *free)
             over = max(host, *free)
-        return Replayed(over - before, host - began_host, computing)
+        return Replayed(over - before, host - began_host, computing, communicating)
 
 
 class Replayed(NamedTuple):
-    """A step's seconds, those in which the host launches it, and those in which the device computes."""
+    """Seconds of a step; those in which the host launches it; those of the first stream's kernels, alone; and those of
+    all collectives.
+    """
 
     seconds: float
     host: float
     computing: float
+    communicating: float
+
+    @property
+    def regime(self) -> str:
+        """What binds the step."""
+        if self.computing > 0.9 * self.seconds:
+            return "compute-bound"
+        return "exposed communication" if self.communicating > self.computing else "launch-bound"
 
 
 class _Recorder(Schedule):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import fmean
 from typing import Any
 
@@ -36,6 +37,11 @@ class Published:
     training: Training
     on: Hardware
     seconds: float
+
+    @property
+    def chip(self) -> str:
+        """The chip of its device: A100s share one, and H100s and the H200."""
+        return "a100" if self.on.name.startswith("a100") else "h100"
 
     @property
     def tokens_per_second(self) -> float:
@@ -230,3 +236,9 @@ def _flops(training: Training) -> float:
     size = training.size
     attention = 4 * size.layers * training.length * size.width
     return training.tokens * (2 * size.products + attention) * (4 if training.checkpoint_every else 3)
+
+
+@cache
+def every() -> list[Published]:
+    """All rows that are trainings."""
+    return [found for line, row in numbered() if (found := published_of(line, row)) is not None]

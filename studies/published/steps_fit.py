@@ -1,6 +1,6 @@
 """Fit what data sheets do not say to published training steps: few numbers with a meaning, judged by other sources.
 
-    python -m studies.published.steps_fit    # writes studies/published/fitted_steps.toml
+    python -m studies.published.steps_fit    # writes fitted_steps.toml, within.toml, and `reached` in hardware.toml
 
 Numbers are moved by Gauss-Newton steps in logarithms. All rows of n by the same authors weigh as the root of n, far
 rows weigh less, and each number is held near its default as far as rows say nothing about it.
@@ -8,16 +8,21 @@ rows weigh less, and each number is held near its default as far as rows say not
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 
-from shardmark.meter.hardware import Hardware
+from shardmark.meter.hardware import Hardware, hardware
+from shardmark.predict.simulation import within
 from shardmark.predict.simulation.rates import GPU
+from studies.published.reached import write_reached
 from studies.published.recordings import Recording, Replayed, recorded
-from studies.published.step_rows import Published
+from studies.published.step_intervals import Judged, interval
+from studies.published.step_rows import Published, every
 from studies.published.training import Training, corners, made
 
 DEFAULTS = {
@@ -26,13 +31,13 @@ DEFAULTS = {
     "h100.bfloat16": 0.6,
     "h100.attention": 0.6,
     "h100-96gb.bfloat16": 0.5,
-    "a100.link": 0.6,
-    "h100.link": 0.7,
+    "h100.link": 0.53,
     "network": 0.7,
     "beside": 0.9,
     "collective_launch": 2e-4,
 }
-"""Where each number begins. Before a dot: the chip that it is of."""
+"""Where each number begins. Before a dot: the chip that it is of. H100s' `link` begins with what
+`studies.published.fit` finds for all-reduces of A100s, which stay at that."""
 LOOSE = 0.3
 """Standard deviation of the logarithm of a number around its default, before rows are seen."""
 NOISE = 0.1
@@ -42,12 +47,10 @@ FAR = 1.5
 LITTLE = 0.02
 MOST = dict.fromkeys(DEFAULTS, 1.0)
 ROUNDS = 6
+DEVICES = ("a100-40gb", "a100-80gb", "h100-80gb", "h100-96gb", "h200")
+"""Devices with the chips that the sources have."""
+FITTED = Path(__file__).with_name("fitted_steps.toml")
 Numbers = dict[str, float]
-
-
-def chip(on: Hardware) -> str:
-    """The chip of a device: A100s share one, and H100s and the H200."""
-    return "a100" if on.name.startswith("a100") else "h100"
 
 
 def reaching(on: Hardware, numbers: Numbers) -> Hardware:
@@ -55,13 +58,12 @@ def reaching(on: Hardware, numbers: Numbers) -> Hardware:
     own = {}
     for name, value in numbers.items():
         of, _, key = name.rpartition(".")
-        if of in ("", chip(on)) or of == on.name:
+        if of in ("", "a100" if on.name.startswith("a100") else "h100", on.name):
             own[key] = value  # a device's own follow its chip's
     products = on.reached.products | {"bfloat16": own.pop("bfloat16")}
     return replace(on, reached=replace(on.reached, products=products, **own))
 
 
-@cache
 def recordings(training: Training, on: Hardware) -> list[Recording]:
     """Recordings of the training's corners, each made once for devices with equal rules."""
     return [recording_of(each, on) for each in corners(training)]
@@ -135,10 +137,72 @@ def _slopes(rows: Sequence[Published], names: Sequence[str], at: np.ndarray, her
         of = name.rpartition(".")[0]
         moved = at.copy()
         moved[i] -= LITTLE
-        own = [k for k, row in enumerate(rows) if of in ("", chip(row.on)) or of == row.on.name]
+        own = [k for k, row in enumerate(rows) if of in ("", row.chip, row.on.name)]
         slopes[own, i] = (here[own] - _logarithms([rows[k] for k in own], _numbers(names, moved))) / LITTLE
     return slopes
 
 
 def _logarithms(rows: Sequence[Published], numbers: Numbers) -> np.ndarray:
     return np.log([predicted(row, reaching(row.on, numbers)).seconds for row in rows])
+
+
+def main() -> None:
+    """Fit to all rows, and without each group of authors; write the numbers, and the devices' own."""
+    rows = every()
+    numbers, slopes = fit(rows)
+    tables = {"every": numbers}
+    tables |= {each: without(rows, each, numbers, slopes) for each in dict.fromkeys(row.authors for row in rows)}
+    lines = [
+        "# Written by `python -m studies.published.steps_fit`: fitted to all rows, and without those of one author."
+    ]
+    for name, table in tables.items():
+        lines.append(f'["{name}"]\n' + "\n".join(f'"{key}" = {value:.4g}' for key, value in table.items()))
+    FITTED.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    fitted.cache_clear()
+    for name in DEVICES:
+        own = reaching(hardware(name), numbers).reached
+        halves = dict.fromkeys(("float16", "bfloat16"), own.products["bfloat16"])
+        link = {} if name.startswith("a100") else {"link": own.link}
+        others = {key: getattr(own, key) for key in ("attention", "network", "beside", "collective_launch")}
+        write_reached(name, {"products": halves, **others, **link})
+    intervals = ["# Written by `python -m studies.published.steps_fit`: see within.py."]
+    of_chips = {chip: [each for each in every_judged() if each.row.chip == chip] for chip in ("a100", "h100")}
+    for name, steps in (of_chips | {"other": other_chips()}).items():
+        low, high = interval(steps)
+        sources = 0 if name == "other" else len({each.row.source for each in steps})
+        intervals.append(f"[{name}]\nlow = {low:.2f}\nhigh = {high:.2f}\nrows = {len(steps)}\nsources = {sources}")
+    within.TABLE.write_text("\n\n".join(intervals) + "\n", encoding="utf-8")
+
+
+@cache
+def fitted() -> dict[str, Numbers]:
+    """The numbers that were fitted: "every", and those without an author's rows by that author."""
+    return tomllib.loads(FITTED.read_text(encoding="utf-8"))
+
+
+def judged(row: Published) -> Judged:
+    """The row's prediction by the numbers of other authors."""
+    return Judged(row, predicted(row, reaching(row.on, fitted()[row.authors])))
+
+
+@cache
+def every_judged() -> list[Judged]:
+    """All rows."""
+    return [judged(row) for row in every()]
+
+
+@cache
+def other_chips() -> list[Judged]:
+    """All rows, by the numbers of another chip: those of H100s for A100s, and the other way round."""
+    numbers = fitted()["every"]
+    exchanged = numbers | {
+        f"{to}.{key}": numbers[f"{of}.{key}"]
+        for of, to in (("a100", "h100"), ("h100", "a100"), ("a100", "h100-96gb"))
+        for key in ("bfloat16", "attention")
+        if f"{to}.{key}" in numbers
+    }
+    return [Judged(row, predicted(row, reaching(row.on, exchanged))) for row in every()]
+
+
+if __name__ == "__main__":
+    main()
