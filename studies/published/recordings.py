@@ -86,7 +86,7 @@ class Replayed(NamedTuple):
 
     @property
     def regime(self) -> str:
-        """What binds the step."""
+        """Compute-bound, launch-bound, or bound by communication that nothing hides."""
         if self.computing > 0.9 * self.seconds:
             return "compute-bound"
         return "exposed communication" if self.communicating > self.computing else "launch-bound"

@@ -66,12 +66,15 @@ def holds(each: Judged, within: tuple[float, float]) -> bool:
     return within[0] <= each.ratio <= within[1]
 
 
-def in_order(judged: Sequence[Judged]) -> tuple[int, int]:
-    """How many pairs of one source differ in tokens per second, and how many of those are predicted in their order."""
+def in_order(judged: Sequence[Judged], *, alike: bool = False) -> tuple[int, int]:
+    """How many pairs of one source differ in tokens per second, and how many of those are predicted in their order.
+    With `alike` only pairs of one model on one device count."""
     right = pairs = 0
     for one, other in combinations(judged, 2):
         published = one.row.tokens_per_second / other.row.tokens_per_second
         if one.row.source != other.row.source or max(published, 1 / published) <= APART:
+            continue
+        if alike and (one.row.training.size, one.row.on) != (other.row.training.size, other.row.on):
             continue
         predicted = published * one.ratio / other.ratio
         pairs += 1

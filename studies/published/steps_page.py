@@ -19,8 +19,8 @@ Written by `python -m studies.published.steps_page`, from `perf/published/traini
 can be written (`studies/published/step_rows.py`) is simulated, without a GPU: a Llama or MPT decoder under FSDP1,
 FSDP2, HSDP or DDP, or on one GPU, run operator by operator. `python -m studies.published.steps_fit` fits {numbers}
 numbers: how much of the data sheet products, attention and links reach by chip, the network, the pace of kernels
-beside a collective, and the host's time for a collective. **Each figure here is by numbers that were fitted without any row of
-its authors**, whose sources are held out together.
+beside a collective, and the host's time for a collective. **Each figure here is by numbers that were fitted without any
+row of its authors**, whose sources are held out together.
 
 Keep in mind:
 
@@ -71,6 +71,7 @@ def page() -> str:
 
 def _summary(judged: Sequence[Judged]) -> str:
     pairs, right = in_order(judged)
+    alike, right_alike = in_order(judged, alike=True)
     held = sum(holds(each, of_others(each, judged)) for each in judged)
     chips = [
         f"{chip.upper()} {low:.2f} to {high:.2f}"
@@ -84,7 +85,9 @@ def _summary(judged: Sequence[Judged]) -> str:
         f"{100 * middle:.1f}%. "
         f"Intervals by other authors hold {held} of them ({100 * share:.0f}%; they say 90%). Of {pairs} pairs of one "
         f"source that differ by more than 10% in tokens per second, {right} ({100 * right / pairs:.0f}%) are predicted "
-        f"in their order. Nine of ten published times lie between these multiples of the predicted one: "
+        f"in their order; of the {alike} pairs of one model on one device, {right_alike} "
+        f"({100 * right_alike / alike:.0f}%). Nine of ten published times lie between these multiples of the "
+        f"predicted one: "
         f"{', '.join(chips)}. On a chip without a source: {low:.2f} to {high:.2f}, which is how far A100s lie by the "
         f"numbers of H100s, and H100s by those of A100s."
     )
