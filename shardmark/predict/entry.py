@@ -21,8 +21,10 @@ def predicted_time_entry(
         **NO_RACE,
         "machine": {},
         "predicted": {
-            "interval": within and [max(factor * step.seconds, step.at_least) for factor in (within.low, within.high)],
-            "sources": within and within.sources,
+            "interval": None
+            if within is None
+            else [max(factor * step.seconds, step.at_least) for factor in (within.low, within.high)],
+            "sources": None if within is None else within.sources,
             "at_least": None if within is None else step.at_least,
             "streams": step.lanes(),
         },
