@@ -71,8 +71,8 @@ class Reached:
     network: float = 0.8
     collective: float = 1e-5
     """Fewest seconds of a collective."""
-    collective_launch: float = 2e-4
-    """The host's seconds for a collective beside `launch`: FSDP's and DDP's own Python around it."""
+    collective_launch: float = 1e-5
+    """The host's seconds for a collective: a round figure, as only one published step depends on it."""
     beside: float = 0.9
     """Pace of kernels beside a collective, which takes multiprocessors and bandwidth from them."""
 

@@ -34,7 +34,6 @@ DEFAULTS = {
     "h100.link": 0.53,
     "network": 0.7,
     "beside": 0.9,
-    "collective_launch": 2e-4,
 }
 """Where each number begins. Before a dot: the chip that it is of. H100s' `link` begins with what
 `studies.published.fit` finds for all-reduces of A100s, which stay at that."""
@@ -163,7 +162,7 @@ def main() -> None:
         own = reaching(hardware(name), numbers).reached
         halves = dict.fromkeys(("float16", "bfloat16"), own.products["bfloat16"])
         link = {} if name.startswith("a100") else {"link": own.link}
-        others = {key: getattr(own, key) for key in ("attention", "network", "beside", "collective_launch")}
+        others = {key: getattr(own, key) for key in ("attention", "network", "beside")}
         write_reached(name, {"products": halves, **others, **link})
     intervals = ["# Written by `python -m studies.published.steps_fit`: see within.py."]
     of_chips = {chip: [each for each in every_judged() if each.row.chip == chip] for chip in ("a100", "h100")}
