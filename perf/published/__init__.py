@@ -9,7 +9,7 @@ from pathlib import Path
 from shardmark.report.plots import Published
 
 # training_steps.csv has columns of its own: whole training steps of language models, with what each of 30 sources says
-# of its hardware and program, empty where it does not. Predictions are not held to it yet.
+# of its hardware and program, empty where it does not. `studies.published.step_rows` reads it.
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "MiB": 2**20, "GiB": 2**30, "GB": 1e9}
 
 

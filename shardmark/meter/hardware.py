@@ -31,7 +31,7 @@ RATES = {
     "network_latency": "seconds",
 }
 DTYPES = ("float8", "float16", "bfloat16", "tf32", "float32")
-IN_SECONDS = ("kernel", "launch", "backward_launch", "collective")
+IN_SECONDS = ("kernel", "launch", "backward_launch", "collective", "collective_launch")
 """The figures of `Reached` in seconds; the others are fractions."""
 CONTEXT = 2**29
 """Bytes of a process on a GPU beside PyTorch's allocations: the driver, and the kernels, which CUDA loads at their
@@ -71,6 +71,10 @@ class Reached:
     network: float = 0.8
     collective: float = 1e-5
     """Fewest seconds of a collective."""
+    collective_launch: float = 1e-5
+    """The host's seconds for a collective: a round figure, as only one published step depends on it."""
+    beside: float = 0.9
+    """Pace of kernels beside a collective, which takes multiprocessors and bandwidth from them."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from shardmark.meter.plan import Identity, Measured, Plan, Rounds
 from shardmark.plugin.admission import Admission, copies
 from shardmark.plugin.recorder import Rates
 from shardmark.predict.entry import predicted_time_entry
-from shardmark.predict.simulation.rates import WITHIN
 from shardmark.predict.worlds import SimulatedWorlds
 from shardmark.ranks.deadline import within
 from shardmark.ranks.world import World
@@ -160,6 +159,7 @@ class Measure(Admission):
         from shardmark.predict.simulation.chrome_trace import write_trace
         from shardmark.predict.simulation.communicator import communicator_bytes, room
         from shardmark.predict.simulation.predict import predict, predicted_at_peak, predicted_peer
+        from shardmark.predict.simulation.within import within
 
         session = self._session
         assert session.simulated is not None
@@ -186,7 +186,7 @@ class Measure(Admission):
         step = ranks[0].steps.get(on.name) if here is None else here.step(plan)
         if step is not None and step.seconds:  # a test may have no operators
             theirs = predicted_peer(plan, on) if here is None else here.peer(plan)
-            row["time"] = predicted_time_entry(step, plan.peer, theirs, WITHIN if here is None else None)
+            row["time"] = predicted_time_entry(step, plan.peer, theirs, within(step, on) if here is None else None)
             if plan.trace is not None:
                 row["trace"] = [write_trace(step, plan.trace.with_name(f"{plan.trace.name}.json")).name]
             stats = self._replay([step.seconds])

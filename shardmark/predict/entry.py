@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from shardmark.api.registry import Implementation
 from shardmark.predict.simulation.schedule import Step
+from shardmark.predict.simulation.within import Within
 from shardmark.rows.fill import NO_RACE, without_communication
 from shardmark.rows.row import Time
 
 
 def predicted_time_entry(
-    step: Step, peer: Implementation | None, peer_step: Step | None, within: tuple[float, float] | None
+    step: Step, peer: Implementation | None, peer_step: Step | None, within: Within | None
 ) -> Time:
     """The row's "time" of a simulation: the predicted step on the first rank, and the peer's. 9 of 10 real steps lie
-    between the multiples `within` of the prediction; None where these are not known."""
+    `within` these multiples of the prediction; None where these are not known."""
     entry: Time = {
         "parts": without_communication(step.parts),
         "median_by_rank": [step.seconds],
@@ -20,7 +21,10 @@ def predicted_time_entry(
         **NO_RACE,
         "machine": {},
         "predicted": {
-            "interval": within and [max(factor * step.seconds, step.at_least) for factor in within],
+            "interval": None
+            if within is None
+            else [max(factor * step.seconds, step.at_least) for factor in (within.low, within.high)],
+            "sources": None if within is None else within.sources,
             "at_least": None if within is None else step.at_least,
             "streams": step.lanes(),
         },

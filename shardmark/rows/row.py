@@ -126,6 +126,10 @@ class Predicted(TypedDict):
     interval: Annotated[
         Period | None, "9 of 10 measured steps lie between these, by published ones; null where none are known."
     ]
+    sources: Annotated[
+        Count | None,
+        "Sources of whole steps on that chip that judge the interval: 0 where single operators do, or other chips.",
+    ]
     at_least: Annotated[Seconds | None, "Lower bound, by the data sheet alone; null where there is none."]
     streams: Annotated[
         dict[str, list[Period]], "For each stream, begin and end of each busy period; short gaps are closed."

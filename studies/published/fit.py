@@ -8,7 +8,6 @@ One rate after another is moved, in smaller and smaller steps, while the mean er
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,10 +16,11 @@ from statistics import fmean
 import numpy as np
 
 from perf.published import UNITS
-from shardmark.meter.hardware import TABLE, Hardware, Reached, hardware
+from shardmark.meter.hardware import Hardware, Reached, hardware
 from shardmark.predict.simulation.costs import Cost
 from shardmark.predict.simulation.links import collective_seconds
 from shardmark.predict.simulation.rates import GPU
+from studies.published.reached import toml, write_reached
 from studies.published.time_rows import FILES, HOSTS, Reading, ahead_of, fitted_cases, reading_of, rows
 from studies.published.traces import Trace, trace
 
@@ -136,7 +136,7 @@ def main() -> None:
     ]
     for name, device in devices().items():
         rates, hosts = fit(name, device)
-        write_reached(name, rates)
+        write(name, rates)
         for host, seconds in hosts.items():
             lines.append(f'["{host}"]\n' + "\n".join(f"{key} = {value:.3g}" for key, value in seconds.items()))
     HOSTS.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
@@ -161,24 +161,15 @@ def fit(name: str, device: Device) -> tuple[Found, dict[str, Found]]:
     return rates, hosts
 
 
-SAME_CHIP = {"a100-80gb": ("a100-40gb",), "h100-80gb": ("h100-pcie", "h200")}
+SAME_CHIP = {"a100-80gb": ("a100-40gb",), "h100-80gb": ("h100-96gb", "h100-pcie", "h200")}
 
 
-def write_reached(name: str, rates: Found) -> None:
-    """Replace the line `reached` of the device, and of those with the same chip, in `hardware.toml`."""
+def write(name: str, rates: Found) -> None:
+    """Write the rates of the device, and of those with the same chip."""
     products = {key.removeprefix("products."): rate for key, rate in rates.items() if key.startswith("products.")}
     others = {key: rate for key, rate in rates.items() if not key.startswith("products.")}
-    line = f"reached = {{ products = {{ {toml(products)} }}, {toml(others)} }}"
     for each in (name, *SAME_CHIP[name]):
-        head, table, rest = TABLE.read_text(encoding="utf-8").partition(f"[{each}]\n")
-        own, *others = re.split(r"(?m)^(?=\[)", rest, maxsplit=1)
-        own = re.sub(r"(?m)^reached = .*$", line, own, count=1)
-        TABLE.write_text(head + table + "".join([own, *others]), encoding="utf-8")
-
-
-def toml(values: Found) -> str:
-    """The values as keys of `hardware.toml`."""
-    return ", ".join(f"{name} = {value:.3g}" for name, value in values.items())
+        write_reached(each, {"products": products, **others})
 
 
 if __name__ == "__main__":

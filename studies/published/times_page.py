@@ -29,7 +29,8 @@ Keep in mind:
   share, the search's upper limits, a host for each table), and the parts of programs that a write-up leaves open, were
   chosen with all rows in view.
 - Each write-up has its own host: a step that is bound by its host takes another time on yours.
-- For several ranks only all-reduces were fitted. The rate of bfloat16 products is not fitted, as few rows depend on it.
+- For several ranks only all-reduces were fitted. The rate of bfloat16 products and the pace of kernels beside a
+  collective are from whole training steps ([published-steps.md](published-steps.md)).
 - V100 all-reduces over NCCL are not compared with a prediction: 1 MB takes 0.36 s on 2 ranks and 1000 MB 0.42 s. So
   999 MB more take 0.06 s, and most of the 0.36 s is not the all-reduce.
 

@@ -55,6 +55,12 @@ class Trace:
 
     least_of_collective = collective
 
+    def collective_launch(self) -> float:
+        return 0.0
+
+    def beside_collective(self) -> float:
+        return 1.0
+
     def seconds_of_parts(self, takes: np.ndarray, host: tuple[float, float], ahead: float = 0.0) -> dict[str, float]:
         """Seconds of each part. `takes` are the operators' seconds on the device, `host` those of a launch in forward
         and of one in backward. The device begins `ahead` seconds after the host.

@@ -78,7 +78,7 @@ def test_a_prediction_reads_no_more_of_the_hardware_than_its_rules() -> None:
 
 def test_the_fastest_that_fits_comes_first() -> None:
     fast, slow, large = (
-        Prediction(0, reserved, 0, 0, {"h100-80gb": StepTime(seconds, 0.0)})
+        Prediction(0, reserved, 0, 0, {"h100-80gb": StepTime(seconds, 0.0, (seconds, seconds))})
         for reserved, seconds in ((1, 1.0), (1, 3.0), (2**50, 0.5))
     )
     found = [Outcome(FSDP2, ranks, H100, each) for ranks, each in ((2, slow), (1, large), (1, fast), (8, slow))]

@@ -124,7 +124,12 @@ def predicted(name: str, seconds: float, reserved: int = 2**20, simulated: bool 
         "peer": "another",
         "ratio": 0.5,
         "parts": {"forward": seconds / 2, "backward": seconds / 2},
-        "predicted": {"interval": [0.8 * seconds, 1.5 * seconds], "at_least": seconds / 3, "streams": busy},
+        "predicted": {
+            "interval": [0.8 * seconds, 1.5 * seconds],
+            "sources": 2,
+            "at_least": seconds / 3,
+            "streams": busy,
+        },
     }
     memory = {"reserved": reserved, "available": 2**21}
     return entry(name, {"id": "predicted"}, seconds, time=time, memory=memory, simulated=simulated, hardware="a GPU")

@@ -76,6 +76,12 @@ class GPU:
     def collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
         return collective_seconds(self.hardware, name, nbytes, ranks)
 
+    def collective_launch(self) -> float:
+        return self.hardware.reached.collective_launch
+
+    def beside_collective(self) -> float:
+        return self.hardware.reached.beside
+
     def least_of_collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
         return least_collective_seconds(self.hardware, name, nbytes, ranks)
 

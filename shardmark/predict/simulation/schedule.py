@@ -9,6 +9,7 @@ CPU has one stream, which is the host.
 from __future__ import annotations
 
 import sys
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,12 @@ class Rates(Protocol):
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
         """Seconds of a collective among those ranks; `nbytes` is the larger of a rank's input and output."""
+
+    def collective_launch(self) -> float:
+        """Seconds that the host takes to launch a collective, with what wrappers do around it in Python."""
+
+    def beside_collective(self) -> float:
+        """Fraction of its usual pace at which a kernel runs beside a collective, which takes multiprocessors."""
 
     def least(self, cost: Cost) -> float:
         """The lower bound of `seconds`."""
@@ -111,6 +118,8 @@ class Schedule:
         ours."""
         self._after_backward = 0.0
         self._spans: list[Span] = []
+        self._sent: list[tuple[float, float]] = []
+        """Begin and end of each collective."""
         self._marks: list[tuple[str, float]] = []
 
     @property
@@ -125,7 +134,7 @@ class Schedule:
         began = self._over()
         self._host, self._free = began, dict.fromkeys(self._free, began + ahead)
         self._free[FIRST_STREAM] = began + ahead
-        self._spans, self._marks = [], []
+        self._spans, self._sent, self._marks = [], [], []
         self._running, self._compiled = True, False
         try:
             with self._noticing_compiled():
@@ -169,10 +178,14 @@ class Schedule:
         if not self._running:
             return 0.0
         assert self.rates is not None
+        self._host += self.rates.collective_launch()
         stream = f"collectives {group}"
         self.wait(self.free(self._current[-1]), stream)
         seconds, least = (of(name, nbytes, ranks) for of in (self.rates.collective, self.rates.least_of_collective))
-        return self._run(Span(name, stream, 0.0, seconds, least, None, nbytes))
+        over = self._run(Span(name, stream, 0.0, seconds, least, None, nbytes))
+        if seconds:
+            insort(self._sent, (over - seconds, over))
+        return over
 
     def free(self, stream: str) -> float:
         """The time at which the stream has run everything launched onto it."""
@@ -220,9 +233,12 @@ class Schedule:
     def _run(self, span: Span) -> float:
         """Run the span on its stream once it is launched and the stream is free; returns its end."""
         began = max(self._host, self.free(span.stream))
-        self._free[span.stream] = began + span.end
-        self._spans.append(_later(span, began))
-        return began + span.end
+        over = began + span.end
+        if span.cost is not None and span.stream == FIRST_STREAM and self.rates is not None:
+            over = ends(began, span.end, self._sent, self.rates.beside_collective())
+        self._free[span.stream] = over
+        self._spans.append(replace(span, begin=began, end=over))
+        return over
 
     @contextmanager
     def _noticing_compiled(self) -> Iterator[None]:
@@ -248,6 +264,26 @@ class Schedule:
             yield
         finally:
             self._current.pop()
+
+
+def ends(began: float, seconds: float, sent: list[tuple[float, float]], pace: float) -> float:
+    """When a kernel that takes `seconds` alone ends, if it runs at that pace beside collectives. `sent` are their
+    begins and ends, in order; those that are over are dropped, as kernels come in order too."""
+    while sent and sent[0][1] <= began:
+        del sent[0]
+    at, left = began, seconds
+    for begin, end in sent:
+        if begin >= at + left:
+            break
+        if end <= at:
+            continue
+        left -= max(0.0, begin - at)
+        at = max(at, begin)
+        if left <= (end - at) * pace:
+            return at + left / pace
+        left -= (end - at) * pace
+        at = end
+    return at + left
 
 
 def _later(span: Span, seconds: float) -> Span:

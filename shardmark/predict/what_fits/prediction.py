@@ -19,6 +19,8 @@ from shardmark.meter.hardware import Hardware
 from shardmark.meter.plan import Plan
 from shardmark.predict.own_model import check
 from shardmark.predict.simulation.predict import predict, simulation
+from shardmark.predict.simulation.schedule import Step
+from shardmark.predict.simulation.within import within
 from shardmark.rows.observers import Observer
 
 _TOO_LARGE = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
@@ -57,6 +59,8 @@ class StepTime:
     seconds: float
     at_least: float
     """The lower bound: by the data sheet alone."""
+    interval: tuple[float, float]
+    """Nine of ten published steps of the kind lie between these."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,17 @@ def predicted(
         reserved=taken.reserved or taken.peak,  # on CPU no freed block stays reserved
         before_step=taken.phases["before_step"],
         made=made.reserved or made.peak,
-        steps={name: StepTime(max(step.seconds, step.host), step.at_least) for name, step in measured.steps.items()},
+        steps={
+            each.name: _step_time(measured.steps[each.name], each)
+            for each in (on, *alike)
+            if each.name in measured.steps
+        },
     )
+
+
+def _step_time(step: Step, on: Hardware) -> StepTime:
+    seconds, known = max(step.seconds, step.host), within(step, on)
+    return StepTime(seconds, step.at_least, (max(known.low * seconds, step.at_least), known.high * seconds))
 
 
 def _refused(error: Exception) -> Refused:
