@@ -49,7 +49,7 @@ class GPU:
         moving = cost.nbytes / bandwidth
         if not cost.flops:
             return reached.kernel + moving
-        dtype = dtype_of_products(cost.dtype, self.hardware)
+        dtype = dtype_of_products(cost, self.hardware)
         rate = self.hardware.flops[dtype] * reached.products[dtype]
         if cost.products:
             tiles = WIDE if dtype == "float32" and self._is_before_hopper else TILES
@@ -68,7 +68,7 @@ class GPU:
 
     def least(self, cost: Cost) -> float:
         """Seconds at the data sheet's FLOP/s. Bytes do not count: they could be in a cache."""
-        return cost.flops / self.hardware.flops[dtype_of_products(cost.dtype, self.hardware)]
+        return cost.flops / self.hardware.flops[dtype_of_products(cost, self.hardware)]
 
     def launch(self, in_backward: bool) -> float:
         return self.hardware.reached.backward_launch if in_backward else self.hardware.reached.launch
@@ -80,11 +80,17 @@ class GPU:
         return least_collective_seconds(self.hardware, name, nbytes, ranks)
 
 
-def dtype_of_products(dtype: torch.dtype, hardware: Hardware) -> str:
-    """The key of `hardware.flops` for matrix products of that dtype."""
-    name = str(dtype).removeprefix("torch.")
-    if name == "float32" and torch.get_float32_matmul_precision() != "highest" and "tf32" in hardware.flops:
-        return "tf32"
+def dtype_of_products(cost: Cost, hardware: Hardware) -> str:
+    """The key of `hardware.flops` for an operator's products.
+
+    In float32 matrix products take TF32 only where the program allows it. Convolutions take it unless the program
+    forbids it (PyTorch's notes on numerical accuracy, "TensorFloat-32 on Nvidia Ampere and later devices").
+    """
+    name = str(cost.dtype).removeprefix("torch.")
+    if name == "float32" and "tf32" in hardware.flops:
+        matrices = torch.get_float32_matmul_precision() != "highest"
+        if torch.backends.cudnn.allow_tf32 if cost.convolves else matrices:
+            return "tf32"
     if name.startswith("float8"):
         name = "float8"
     return name if name in hardware.flops else "float32"
