@@ -9,15 +9,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardmark.api.finding import RegistryError
 from shardmark.api.own_model import OwnModelCase, make, size_of
-from shardmark.api.registry import Implementation, Unsupported, family
+from shardmark.api.registry import FAMILIES, Implementation, Unsupported, family
 from shardmark.meter import memory
 from shardmark.meter.hardware import Hardware
 from shardmark.meter.plan import Plan
 from shardmark.predict.own_model import check
 from shardmark.predict.simulation.predict import predict, simulation
+from shardmark.predict.simulation.rates import WITHIN
 from shardmark.rows.observers import Observer
 
 _TOO_LARGE = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
@@ -44,6 +46,13 @@ class Strategy:
         """True where training needs a process group."""
         return family(self.family).on_ranks
 
+    @property
+    def label(self) -> str:
+        """Its name in a table: without the family, where no other one has an implementation of that name."""
+        name = self.implementation.name
+        named = [each.name for each in FAMILIES.values() if each.workload is not None and name in each.implementations]
+        return str(self) if named != [self.family] else str(self).removeprefix(f"{self.family}=")
+
     def __str__(self) -> str:
         more = ["checkpointing"] * self.checkpointed + ["autocast"] * self.autocast
         return " + ".join([f"{self.family}={self.implementation}", *more])
@@ -56,6 +65,14 @@ class StepTime:
     seconds: float
     at_least: float
     """The lower bound: by the data sheet alone."""
+    peak: float = 0.0
+    """The data sheet's FLOP/s at the dtypes of the step's products."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Nine of ten published times lie between these multiples of such an estimate."""
+        low, high = WITHIN
+        return max(low * self.seconds, self.at_least), max(high * self.seconds, self.at_least)
 
 
 @dataclass(frozen=True)
@@ -65,7 +82,10 @@ class Prediction:
     tensors: int
     """Peak bytes of tensors in a step."""
     reserved: int
-    """Peak bytes that steps reserve on the device, with the caching allocator's free space between its blocks."""
+    """Estimate of the peak bytes that steps reserve on the device: the caching allocator's blocks and the free space
+    between them."""
+    at_most: int
+    """The same, if the allocator reuses a block only once the host has waited for each stream that used it."""
     before_step: int
     """Bytes live before a steady-state step: neither a smaller batch nor checkpointing makes them fewer."""
     made: int
@@ -111,9 +131,13 @@ def predicted(
     return Prediction(
         tensors=max(taken.peaks.values()),
         reserved=taken.reserved or taken.peak,  # on CPU no freed block stays reserved
+        at_most=taken.reserved_at_most or taken.peak,
         before_step=taken.phases["before_step"],
         made=made.reserved or made.peak,
-        steps={name: StepTime(max(step.seconds, step.host), step.at_least) for name, step in measured.steps.items()},
+        steps={
+            name: StepTime(max(step.seconds, step.host), step.at_least, step.peak)
+            for name, step in measured.steps.items()
+        },
     )
 
 
@@ -130,13 +154,28 @@ Sizes = tuple[int | str, int | str]
 """Rows and context of a batch: the sizes of its tensors' dimensions 0 and 1, or why they have no common size."""
 
 
-def followed(spec: str) -> tuple[OwnModelCase, Sizes]:
-    """The model's case, and the sizes of its batch. RegistryError, in one line, for a spec that makes no model, and
-    for a model that no strategy could train."""
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about a user's own model and its batch."""
+
+    case: OwnModelCase
+    sizes: Sizes
+    tokens: int | None = None
+    """Tokens in a row of the batch; None where its first tensor is not one of whole numbers, (rows, context)."""
+    has_blocks: bool = True
+    """Whether it has blocks, whose activations checkpointing recomputes."""
+
+
+def followed(spec: str) -> ModelFacts:
+    """Facts about the model. RegistryError, in one line, for a spec that makes no model, and for a model that no
+    strategy could train."""
     case = OwnModelCase.of(check(spec, simulated=True))
     with simulation(), torch.random.fork_rng(devices=[]):
-        batch = make(case.model, "cpu").batch
-    return case, (_size(batch, 0), _size(batch, 1))
+        made = make(case.model, "cpu")
+    first = next((each for each in tree_leaves(made.batch) if isinstance(each, torch.Tensor)), None)
+    of_tokens = first is not None and first.dim() == 2 and not first.is_floating_point()
+    tokens = first.size(1) if first is not None and of_tokens else None
+    return ModelFacts(case, (_size(made.batch, 0), _size(made.batch, 1)), tokens, len(made.blocks) > 0)
 
 
 def _size(batch: tuple[Any, ...], dim: int) -> int | str:
