@@ -26,7 +26,7 @@ _TOO_LARGE = re.compile(r"can't allocate memory: you tried to allocate (\d+) byt
 """PyTorch's error for a tensor larger than this machine's address space."""
 
 MOST = 2**62
-"""Bytes of the device in predictions, too many to run out of: reserved bytes are an upper bound."""
+"""Bytes of the device in predictions, too many to run out of: the allocator frees no cached block for want of room."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from shardmark.predict.what_fits.outcome import Outcome
 from shardmark.predict.what_fits.prediction import ModelFacts, Prediction, Refused
 from shardmark.text import layout
 
-WIDE = 132
+WIDE = 140
 """Columns of a screen that has room for all figures."""
-_MORE = ("of first", "step ms", "9 of 10", "tensors", "at most")
+_MORE = ("of first", "step ms", "9 of 10", "tensors", "at most", "free")
 """Figures that a narrow table leaves out."""
 
 
