@@ -136,6 +136,17 @@ def test_the_best_batch_is_the_largest_where_more_rows_take_less_time_each(limit
     assert best.largest_batch == (limit or None)
 
 
+def test_the_search_goes_on_where_memory_grows_faster_from_some_batch_on() -> None:
+    """As where the peak moves from the optimizer's step to the forward pass: the line below the kink is too flat."""
+
+    def predict(rows: int) -> Outcome:
+        flat, steep = room(H100) // 3 + rows * 2**20, rows * (room(H100) // 50)
+        return outcome(prediction(max(flat, steep), 0.1 + rows, before=room(H100) // 4), 1, rows)
+
+    best = best_batch(predict, 4)
+    assert best.batch is not None and 45 <= best.batch <= 50
+
+
 def test_a_smaller_batch_may_be_faster() -> None:
     """As where one more row begins another wave of tiles."""
 

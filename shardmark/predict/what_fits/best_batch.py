@@ -68,7 +68,8 @@ def _by_line(known: dict[int, Outcome]) -> int:
     lines = [(a, b) for a, b in pairwise(missing) if missing[b] > missing[a]]
     if not lines:
         return _within(min(2 * low, high - 1))
-    a, b = min(lines, key=lambda line: min(abs(size - low) for size in line))
+    # Between what fits and what does not, where both are known: below a kink the line is too flat.
+    a, b = (low, high) if (low, high) in lines else min(lines, key=lambda line: min(abs(size - low) for size in line))
     size = floor(a - missing[a] * (b - a) / (missing[b] - missing[a]))
     return _within(max(low, min(size, high - 1)))
 
