@@ -49,5 +49,6 @@ register(
     time=Race("naive", goal=1.0),
     races={"bucket size": Race("ddp")},  # no race: DDP is the peer of the others
     tested_briefly=True,
+    predicted=True,
     called="DDP",
 )

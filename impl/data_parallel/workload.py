@@ -83,4 +83,4 @@ class AllReduces:
             mark(f"{size} KB")
 
 
-trains_own_model("data_parallel", DataParallelStep, on_ranks=True, strategies=(("bucketed", False),))
+trains_own_model("data_parallel", DataParallelStep, on_ranks=True)

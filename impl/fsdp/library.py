@@ -168,7 +168,7 @@ def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.Proc
     return units
 
 
-register("fsdp", "fsdp1", TorchFSDP1, tested_briefly=True, called="FSDP1")
+register("fsdp", "fsdp1", TorchFSDP1, tested_briefly=True, predicted=True, called="FSDP1")
 register(
     "fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"), called="FSDP1 that prefetches after backward"
 )
@@ -182,6 +182,7 @@ register(
     "fsdp2_kept",
     partial(TorchFSDP2, reshard_after_forward=False),
     facts=Facts(reshard_after_forward=False),
+    predicted=True,
     called="FSDP2 without resharding after forward",
 )
 register(

@@ -108,5 +108,6 @@ register(
     time=Race("unsharded"),
     facts=Facts(work=zero_redundancy_work, wrapper="ddp"),
     tested_briefly=True,
+    predicted=True,
     called="PyTorch's ZeroRedundancyOptimizer",
 )

@@ -109,4 +109,4 @@ def _local_optimizer(optimizer: Any) -> Optimizer:
     return getattr(optimizer, "optim", optimizer)
 
 
-trains_own_model("sharded_optimizer", ShardedStep, on_ranks=True, strategies=(("sharded", False),), zero_stage=1)
+trains_own_model("sharded_optimizer", ShardedStep, on_ranks=True, zero_stage=1)

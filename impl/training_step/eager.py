@@ -109,4 +109,4 @@ class EagerStep:
         return loss
 
 
-register("training_step", "eager", EagerStep, memory=eager_peak, called="the eager step")
+register("training_step", "eager", EagerStep, memory=eager_peak, predicted=True, called="the eager step")

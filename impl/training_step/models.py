@@ -34,7 +34,7 @@ def made(case: TrainingStepCase | OwnModelCase, casts: bool = False) -> Made:
                 own.batch = resized(own.batch, dim, size)
         if case.recipe.optimizer is not None:
             own.optimizer = named_optimizer(case.recipe.optimizer)
-        if case.autocast or (case.recipe.compute_dtype and not casts):
+        if case.recipe.compute_dtype and not casts:
             own.loss = _under_autocast(own.loss)
         if case.checkpointed:
             checkpointed(resolve("checkpointing", "full"), own, case)

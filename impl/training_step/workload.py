@@ -108,5 +108,5 @@ class CheckpointedStep(LanguageModelStep):
         self.backend = implementation.name
 
 
-trains_own_model("training_step", LanguageModelStep, on_ranks=False, strategies=(("eager", False), ("eager", True)))
+trains_own_model("training_step", LanguageModelStep, on_ranks=False)
 trains_own_model("checkpointing", CheckpointedStep, on_ranks=False, checkpoints=True)

@@ -72,8 +72,6 @@ class OwnModelCase:
     """Size of their second dimension; None: the size in the user's batch."""
     checkpointed: bool = False
     """Whether each block's activations are recomputed, under whatever else the strategy does."""
-    autocast: bool = False
-    """Whether the model and its loss run under autocast to bfloat16."""
     optimizer: str = "AdamW"
     """The name of the optimizer's class."""
     recipe: Recipe = PLAIN
@@ -98,7 +96,7 @@ class OwnModelCase:
     @property
     def compute_dtype(self) -> str:
         """The dtype of its products."""
-        return self.recipe.compute_dtype or ("bfloat16" if self.autocast else self.dtype)
+        return self.recipe.compute_dtype or self.dtype
 
     @property
     def work(self) -> Work:

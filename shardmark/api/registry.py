@@ -70,6 +70,8 @@ class Implementation:
     tested_briefly: bool = False
     """Whether only the sweep tests it at large sizes and on more than two ranks: set for PyTorch's own implementations,
     which PyTorch tests, and for steps on the way to a faster technique."""
+    predicted: bool = False
+    """Whether `shardmark.predict` always shows it, beside its family's `strategies`."""
     called: str = ""
     """The name in words, as sentences of a report have it: "eager attention"; empty: the name itself."""
     spec: str = ""
@@ -195,6 +197,7 @@ def register(
     races: Mapping[str, Race] | None = None,
     facts: Any = None,
     tested_briefly: bool = False,
+    predicted: bool = False,
     called: str = "",
 ) -> Implementation:
     """Add an implementation to a family: the one call that every test, table and listing picks up.
@@ -216,6 +219,7 @@ def register(
         races or {},
         owner.facts if facts is None else facts,
         tested_briefly,
+        predicted,
         called,
         spec=name,
     )

@@ -76,6 +76,8 @@ class Memory:
     """CUDA alone: the most bytes of the caching allocator's blocks, rounded up, in the steady-state step."""
     reserved: int = 0
     """CUDA alone: the most bytes that the caching allocator took from the device."""
+    reserved_at_most: int = 0
+    """A simulation alone: the same, if no stream is ever ahead of what the host has waited for."""
 
 
 class Meter(Memory):

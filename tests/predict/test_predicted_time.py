@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import conv2d, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.data_parallel.bucketed import BucketedDataParallel
@@ -234,3 +234,21 @@ def test_the_trace_has_every_operator_on_its_stream(tmp_path: Path) -> None:
 
 def void(value: object) -> None:
     """A step returns nothing; this drops the value."""
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_convolution_in_float32_takes_tf32_unless_the_program_forbids_it(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrix products are the other way round: a lower bound at float32's rate would be above a convolution's time."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+    x, kernel = torch.empty(8, 64, 32, 32), torch.empty(64, 64, 3, 3, requires_grad=True)
+    on = device()
+    with simulation(on=on) as timer:
+        step = timer.step(lambda mark: void(conv2d(x, kernel).sum().backward()))
+        product = timer.step(lambda mark: void(torch.empty(512, 512) @ torch.empty(512, 512)))
+    assert step is not None and product is not None
+    flops = sum(span.cost.flops for span in step.spans if span.cost is not None)
+    assert flops == 2 * (2 * 8 * 64 * 30 * 30 * 64 * 9)  # forward, and the gradient of the kernel
+    assert step.peak == on.flops["tf32" if allowed else "float32"] and product.peak == on.flops["float32"]
+    assert step.at_least == pytest.approx(flops / step.peak) and step.at_least <= step.seconds

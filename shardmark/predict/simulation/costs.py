@@ -57,6 +57,8 @@ class Cost:
     """True for gather and scatter: rows are read or written wherever they lie."""
     attends: bool = False
     """True for attention kernels, which have other work between their products."""
+    convolves: bool = False
+    """True for convolutions, for which PyTorch has a precision setting of their own."""
 
 
 _OF_ROWS = ("embedding", "index_select", "gather", "index", "take")
@@ -89,6 +91,7 @@ def cost_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], r
         tuple(_products(name, args)) if flops else (),
         reduces=any(part in name for part in _REDUCE) and not name.startswith(_ATTENTION),
         attends=name.startswith(_ATTENTION),
+        convolves="convolution" in name,
         scattered=name in _OF_ROWS or name in _INTO_ROWS,
     )
 

@@ -191,9 +191,13 @@ class _Meter(memory.Meter):
 
     def follow(self, events: list[Event]) -> None:
         super().follow(events)
-        held = held_at_marks(events, resets=(memory.RESET,), limit=self._limit)
+        held, slowest = (
+            held_at_marks(events, resets=(memory.RESET,), limit=self._limit, slowest=slowest)
+            for slowest in (False, True)
+        )
         if at_peak := held.get(memory.PEAK + MEDIAN):
             self.allocated, self.reserved = at_peak.peak_allocated, at_peak.peak_reserved
+            self.reserved_at_most = max(self.reserved, slowest[memory.PEAK + MEDIAN].peak_reserved)
         for name, stage in self.stages.items():
             self.stages[name] = replace(stage, reserved=held[memory.STAGE + name].reserved)
 

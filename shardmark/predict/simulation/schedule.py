@@ -95,6 +95,13 @@ class Step:
         products = sum(span.least for span in self.spans if span.cost is not None)
         return max(products, *of_collectives.values(), 0.0)
 
+    @property
+    def peak(self) -> float:
+        """The data sheet's FLOP/s at the dtypes of the step's products; 0 where it has none."""
+        products = [span for span in self.spans if span.cost is not None and span.cost.flops]
+        least = sum(span.least for span in products)
+        return sum(span.cost.flops for span in products if span.cost is not None) / least if least else 0.0
+
     def lanes(self, most: int = 200) -> dict[str, list[list[float]]]:
         """Busy times of each stream; neighbours are joined until at most `most` remain."""
         lanes: dict[str, list[list[float]]] = {}

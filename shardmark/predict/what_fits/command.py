@@ -9,15 +9,16 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from shutil import get_terminal_size
 
 from shardmark.api.finding import family_and_target
 from shardmark.api.recipe import RECIPE, recipe_of
-from shardmark.api.registry import FAMILIES, resolve
+from shardmark.api.registry import FAMILIES, Implementation, resolve
 from shardmark.meter.hardware import Hardware, hardware
 from shardmark.predict.what_fits.advice import outcomes
-from shardmark.predict.what_fits.prediction import Strategy
+from shardmark.predict.what_fits.prediction import ModelFacts, Strategy
 from shardmark.predict.what_fits.processes import Predictions
-from shardmark.predict.what_fits.table import lines, saved
+from shardmark.predict.what_fits.table import WIDE, lines, saved
 from shardmark.predict.worlds import MOST_RANKS, ranks_of
 
 COMMAND = "python -m shardmark.predict"
@@ -30,21 +31,23 @@ def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
     predictions = None
     try:
-        devices, ranks, strategies = _devices(given.hardware), _ranks(given.ranks), _strategies(given.impl)
+        devices, ranks, named = _devices(given.hardware), _ranks(given.ranks), _implementations(given.impl)
         recipe = recipe_of(*(getattr(given, name.replace("-", "_")) for name in RECIPE))
         if given.json is not None:
             given.json.touch()  # report a file that cannot be written before minutes of work
         predictions = Predictions(given.model, devices, recipe)
-        found = outcomes(predictions, strategies, ranks, devices, given.batch, given.context)
+        strategies = _strategies(named, predictions.model)
+        found = outcomes(predictions, strategies, ranks, devices, given.own_batch, given.context)
         if given.json is not None:
-            given.json.write_text(json.dumps(saved(predictions.case, predictions.sizes, found), indent=1) + "\n")
+            given.json.write_text(json.dumps(saved(predictions.model, found), indent=1) + "\n")
     except (ValueError, OSError, BrokenProcessPool) as error:
         print(f"{COMMAND}: {str(error).removeprefix('--model ')}", file=sys.stderr)
         return USAGE
     finally:
         if predictions is not None:
             predictions.close()
-    print("\n".join(lines(predictions.case, predictions.sizes, found)))
+    width = get_terminal_size().columns if sys.stdout.isatty() else WIDE
+    print("\n".join(lines(predictions.model, found, width)))
     return 0
 
 
@@ -62,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, (metavar, says) in RECIPE.items():
         parser.add_argument(f"--{name}", metavar=metavar, help=says)
-    parser.add_argument("--batch", action="store_true", help="find the largest batch that fits, of each strategy")
+    parser.add_argument("--own-batch", action="store_true", help="predict your batch, and search for none")
     parser.add_argument("--context", action="store_true", help="find the longest context that fits, of each strategy")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all of it, in bytes")
     return parser
@@ -88,19 +91,32 @@ def _ranks(value: str) -> list[int]:
     return list(dict.fromkeys(ranks))
 
 
-def _strategies(own: Sequence[str]) -> list[Strategy]:
-    """Strategies of every table, one device first and then by ZeRO's stage; the user's `--impl` follow."""
+def _implementations(own: Sequence[str]) -> list[Implementation]:
+    """Implementations of every table, one device first and then by ZeRO's stage; the user's `--impl` follow."""
     training = [family for family in FAMILIES.values() if family.workload is not None]
     training.sort(key=lambda family: (family.on_ranks, family.zero_stage, family.checkpoints))
-    strategies = [
-        Strategy(resolve(family.name, implementation), checkpointed)
+    found = [
+        each
         for family in training
-        for implementation, checkpointed in family.strategies
+        for each in family.implementations.values()
+        if each.predicted or each.name in dict(family.strategies)
     ]
     known = [family.name for family in training]
     for option in own:
         name, spec = family_and_target(option)
         if name not in known:
             raise ValueError(f"--impl {option}: {', '.join(known)} train a model of your own, not {name}")
-        strategies.append(Strategy(resolve(name, spec)))
-    return list(dict.fromkeys(strategies))
+        found.append(resolve(name, spec))
+    return list(dict.fromkeys(found))
+
+
+def _strategies(implementations: Sequence[Implementation], model: ModelFacts) -> list[Strategy]:
+    """Each implementation as it is, with checkpointing where the model has blocks, with products in bfloat16 where they
+    are in float32, and with both."""
+    can_be = model.has_blocks and not model.case.checkpoints
+    return [
+        Strategy(each, checkpointed, bfloat16)
+        for each in implementations
+        for bfloat16 in ((False, True) if model.case.compute_dtype == "float32" else (False,))
+        for checkpointed in ((False, True) if can_be and not FAMILIES[each.family].checkpoints else (False,))
+    ]

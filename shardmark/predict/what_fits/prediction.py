@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardmark.api.finding import RegistryError
 from shardmark.api.own_model import OwnModelCase, make, size_of
 from shardmark.api.recipe import PLAIN, Recipe
-from shardmark.api.registry import Implementation, Unsupported, family
+from shardmark.api.registry import FAMILIES, Implementation, Unsupported, family
 from shardmark.meter import memory
 from shardmark.meter.hardware import Hardware
 from shardmark.meter.plan import Plan
@@ -27,16 +28,16 @@ _TOO_LARGE = re.compile(r"can't allocate memory: you tried to allocate (\d+) byt
 """PyTorch's error for a tensor larger than this machine's address space."""
 
 MOST = 2**62
-"""Bytes of the device in predictions, too many to run out of: reserved bytes are an upper bound."""
+"""Bytes of the device in predictions, too many to run out of: the allocator frees no cached block for want of room."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """An implementation; perhaps with each block checkpointed, or under autocast to bfloat16."""
+    """An implementation; perhaps with each block checkpointed, or with a float32 model's products in bfloat16."""
 
     implementation: Implementation
     checkpointed: bool = False
-    autocast: bool = False
+    bfloat16: bool = False
 
     @property
     def family(self) -> str:
@@ -47,8 +48,15 @@ class Strategy:
         """True where training needs a process group."""
         return family(self.family).on_ranks
 
+    @property
+    def label(self) -> str:
+        """Its name in a table: without the family, where no other one has an implementation of that name."""
+        name = self.implementation.name
+        named = [each.name for each in FAMILIES.values() if each.workload is not None and name in each.implementations]
+        return str(self) if named != [self.family] else str(self).removeprefix(f"{self.family}=")
+
     def __str__(self) -> str:
-        more = ["checkpointing"] * self.checkpointed + ["autocast"] * self.autocast
+        more = ["checkpointing"] * self.checkpointed + ["bfloat16"] * self.bfloat16
         return " + ".join([f"{self.family}={self.implementation}", *more])
 
 
@@ -61,6 +69,8 @@ class StepTime:
     """The lower bound: by the data sheet alone."""
     interval: tuple[float, float]
     """Nine of ten published steps of the kind lie between these."""
+    peak: float = 0.0
+    """The data sheet's FLOP/s at the dtypes of the step's products."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,10 @@ class Prediction:
     tensors: int
     """Peak bytes of tensors in a step."""
     reserved: int
-    """Peak bytes that steps reserve on the device, with the caching allocator's free space between its blocks."""
+    """Estimate of the peak bytes that steps reserve on the device: the caching allocator's blocks and the free space
+    between them."""
+    at_most: int
+    """The same, if the allocator reuses a block only once the host has waited for each stream that used it."""
     before_step: int
     """Bytes live before a steady-state step: neither a smaller batch nor checkpointing makes them fewer."""
     made: int
@@ -102,7 +115,8 @@ def predicted(
     strategy: Strategy, case: OwnModelCase, on: Hardware, alike: Sequence[Hardware] = ()
 ) -> Prediction | Refused:
     """Predict the case under a strategy on `on`, with step times on `alike`, devices that need the same memory."""
-    case = replace(case, checkpointed=strategy.checkpointed, autocast=strategy.autocast)
+    recipe = replace(case.recipe, compute_dtype="bfloat16") if strategy.bfloat16 else case.recipe
+    case = replace(case, checkpointed=strategy.checkpointed, recipe=recipe)
     workload = family(strategy.family).workload
     assert workload is not None, "a strategy is of a family that trains a user's own model"
     plan = Plan(workload, strategy.implementation, None, case, "cpu", case.ranks, observers=(_Made,))
@@ -116,6 +130,7 @@ def predicted(
     return Prediction(
         tensors=max(taken.peaks.values()),
         reserved=taken.reserved or taken.peak,  # on CPU no freed block stays reserved
+        at_most=taken.reserved_at_most or taken.peak,
         before_step=taken.phases["before_step"],
         made=made.reserved or made.peak,
         steps={
@@ -128,7 +143,8 @@ def predicted(
 
 def _step_time(step: Step, on: Hardware) -> StepTime:
     seconds, known = max(step.seconds, step.host), within(step, on)
-    return StepTime(seconds, step.at_least, (max(known.low * seconds, step.at_least), known.high * seconds))
+    interval = max(known.low * seconds, step.at_least), max(known.high * seconds, step.at_least)
+    return StepTime(seconds, step.at_least, interval, step.peak)
 
 
 def _refused(error: Exception) -> Refused:
@@ -144,13 +160,28 @@ Sizes = tuple[int | str, int | str]
 """Rows and context of a batch: the sizes of its tensors' dimensions 0 and 1, or why they have no common size."""
 
 
-def followed(spec: str, recipe: Recipe = PLAIN) -> tuple[OwnModelCase, Sizes]:
-    """The model's case, and the sizes of its batch. RegistryError, in one line, for a spec that makes no model, and
-    for a model that no strategy could train."""
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about a user's own model and its batch."""
+
+    case: OwnModelCase
+    sizes: Sizes
+    tokens: int | None = None
+    """Tokens in a row of the batch; None where its first tensor is not one of whole numbers, (rows, context)."""
+    has_blocks: bool = True
+    """Whether it has blocks, whose activations checkpointing recomputes."""
+
+
+def followed(spec: str, recipe: Recipe = PLAIN) -> ModelFacts:
+    """Facts about the model. RegistryError, in one line, for a spec that makes no model, and for a model that no
+    strategy could train."""
     case = OwnModelCase.of(check(spec, simulated=True, recipe=recipe))
     with simulation(), torch.random.fork_rng(devices=[]):
-        batch = make(case.model, "cpu").batch
-    return case, (_size(batch, 0), _size(batch, 1))
+        made = make(case.model, "cpu")
+    first = next((each for each in tree_leaves(made.batch) if isinstance(each, torch.Tensor)), None)
+    of_tokens = first is not None and first.dim() == 2 and not first.is_floating_point()
+    tokens = first.size(1) if first is not None and of_tokens else None
+    return ModelFacts(case, (_size(made.batch, 0), _size(made.batch, 1)), tokens, len(made.blocks) > 0)
 
 
 def _size(batch: tuple[Any, ...], dim: int) -> int | str:

@@ -9,10 +9,9 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any
 
-from shardmark.api.own_model import OwnModelCase
 from shardmark.api.recipe import PLAIN, Recipe
 from shardmark.meter.hardware import Hardware
-from shardmark.predict.what_fits.prediction import Prediction, Refused, Sizes, Strategy, followed, predicted
+from shardmark.predict.what_fits.prediction import ModelFacts, Prediction, Refused, Strategy, followed, predicted
 from shardmark.ranks.rank import available_cores
 
 
@@ -26,10 +25,9 @@ class Predictions:
         self._devices = devices
         self._asked: dict[Any, Future[Prediction | Refused]] = {}
         self._lock = Lock()
-        self.case: OwnModelCase
-        self.sizes: Sizes
+        self.model: ModelFacts
         try:
-            self.case, self.sizes = self._pool.submit(followed, spec, recipe).result()
+            self.model = self._pool.submit(followed, spec, recipe).result()
         except BaseException:
             self.close()
             raise
@@ -39,8 +37,8 @@ class Predictions:
     ) -> Callable[[], Prediction | Refused]:
         """Begin to predict; the returned function waits for the result. `size` is the batch's size in dimension `dim`,
         None for the user's own."""
-        other: dict[str, Any] = {} if size in (None, self.sizes[dim]) else {("batch", "context")[dim]: size}
-        case = replace(self.case, ranks=ranks, **other)
+        other: dict[str, Any] = {} if size in (None, self.model.sizes[dim]) else {("batch", "context")[dim]: size}
+        case = replace(self.model.case, ranks=ranks, **other)
         key = strategy, case, on.rules
         with self._lock:
             if key not in self._asked:

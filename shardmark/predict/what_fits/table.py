@@ -7,68 +7,82 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from shardmark.api.own_model import OwnModelCase
 from shardmark.meter.hardware import CONTEXT
 from shardmark.predict.simulation.communicator import communicator_bytes
-from shardmark.predict.what_fits.advice import Outcome
-from shardmark.predict.what_fits.prediction import Prediction, Refused, Sizes
+from shardmark.predict.simulation.rates import RATIO_WITHIN
+from shardmark.predict.what_fits.outcome import Outcome
+from shardmark.predict.what_fits.prediction import ModelFacts, Prediction, Refused
 from shardmark.text import layout
 
+WIDE = 140
+"""Columns of a screen that has room for all figures."""
+_MORE = ("of first", "step ms", "9 of 10", "tensors", "at most", "free")
+"""Figures that a narrow table leaves out."""
 
-def lines(case: OwnModelCase, sizes: Sizes, found: Sequence[Outcome]) -> Iterator[str]:
-    """A table for each kind of device."""
-    rows = sizes[0]
-    batch = f", a batch of {rows:,} on each rank" if isinstance(rows, int) else ""
-    yield f"{case.name}: {case.parameters:,} parameters in {case.dtype}{batch}. Memory in GiB."
+
+def lines(model: ModelFacts, found: Sequence[Outcome], width: int = WIDE) -> Iterator[str]:
+    """A table for each kind of device; one narrower than WIDE leaves out the figures of `_MORE`."""
+    case = model.case
+    yield f"{case.name}: {case.parameters:,} parameters in {case.dtype}. Batch on each rank; memory in GiB."
     for on, group in groupby(found, key=lambda outcome: outcome.hardware):
         outcomes = list(group)
         context = f", of which CUDA's context takes {_gib(CONTEXT)}" if on.device == "cuda" else ""
         yield ""
         yield f"{on.name}: {_gib(on.memory_bytes)}{context}"
         reasons = list(dict.fromkeys(o.found.reason for o in outcomes if isinstance(o.found, Refused)))
-        in_step = rows * case.recipe.micro_batches if isinstance(rows, int) else rows
-        yield from layout([_cells(outcome, in_step, reasons) for outcome in outcomes], left=("strategy", "fits"))
+        rows = [_cells(outcome, outcomes[0], reasons) for outcome in outcomes]
+        if width < WIDE:
+            rows = [{name: cell for name, cell in row.items() if name not in _MORE} for row in rows]
+        yield from layout(rows, left=("strategy", "fits"))
         for number, reason in enumerate(reasons, 1):
             yield f"[{number}] {reason}"
         if any(map(_made_elsewhere, outcomes)):
             yield "* Whole, the model does not fit before it is sharded: make it on the host, or on the meta device."
+        if any(is_undecided(outcome, outcomes[0]) for outcome in outcomes[1:]):
+            yield f"? Undecided: within a factor of {RATIO_WITHIN} of the first, by which predicted ratios may err."
 
 
-def _cells(outcome: Outcome, rows: int | str, reasons: list[str]) -> dict[str, str | None]:
-    found = outcome.found
+def is_undecided(outcome: Outcome, first: Outcome) -> bool:
+    """True where measuring could show that the strategy is faster than the first one. On one device and host the errors
+    of two predictions are much alike, so their ratio errs less than either."""
+    mine, best = outcome.rows_per_second, first.rows_per_second
+    return outcome is not first and bool(outcome.fits and mine and best and best < RATIO_WITHIN * mine)
+
+
+def _cells(outcome: Outcome, first: Outcome, reasons: list[str]) -> dict[str, str | None]:
+    found, step, model = outcome.found, outcome.step, outcome.model
     known = found if isinstance(found, Prediction) else None
-    step = outcome.step
+    mine, best = outcome.rows_per_second, first.rows_per_second
+    mark = "?" * is_undecided(outcome, first)
+    rate = outcome.tokens_per_second if model.tokens else mine
     return {
-        "strategy": str(outcome.strategy) + " *" * _made_elsewhere(outcome),
+        "strategy": outcome.strategy.label + " *" * _made_elsewhere(outcome),
         "ranks": f"{outcome.ranks:,}",
+        "batch": None if outcome.batch is None else f"{outcome.batch:,}",
+        "tokens/s" if model.tokens else "rows/s": _rate(rate) + mark if rate else None,
+        "of first": f"{mine / best:.0%}" if outcome.fits and mine and best else None,
+        "MFU": None if outcome.mfu is None else f"{outcome.mfu:.1%}",
         "step ms": f"{step.seconds * 1e3:,.0f}" if step else None,
-        "rows/s": _rate(rows * outcome.ranks / step.seconds) if step and isinstance(rows, int) else None,
+        "9 of 10": "-".join(f"{each * 1e3:,.0f}" for each in step.interval) if step else None,
         "tensors": _gib(known.tensors) if known else None,
         "reserved": _gib(known.reserved) if known else None,
+        "at most": _gib(known.at_most) if known else None,
         "free": None if outcome.free is None else _gib(outcome.free),
         "fits": _verdict(outcome, reasons),
     }
 
 
 def _verdict(outcome: Outcome, reasons: list[str]) -> str:
-    """The cell "fits": yes, no with the change that would help, or not known with the number of the reason below."""
-    says = {True: "yes", False: "no", None: "not known"}[outcome.fits]
-    batch = _largest("batch", outcome.rows) + _largest("context", outcome.context)
-    change = f"; {outcome.change} does" if outcome.change else ""
+    """The cell "fits": yes, no, or not known with the number of the reason below."""
+    says = {True: "tight" if outcome.is_tight else "yes", False: "no", None: "not known"}[outcome.fits]
     why = f" [{reasons.index(outcome.found.reason) + 1}]" if isinstance(outcome.found, Refused) else ""
-    return says + why + change + batch
-
-
-def _largest(what: str, found: int | str | None) -> str:
-    match found:
+    match outcome.context:
         case None:
-            return ""
-        case 0:
-            return f"; no {what} does"
+            return says + why
         case int(size):
-            return f"; the largest {what} is {size:,}"
+            return f"{says}{why}; the largest context is {size:,}"
         case reason:
-            return f"; no other {what}: {reason}"
+            return f"{says}{why}; no other context: {reason}"
 
 
 def _made_elsewhere(outcome: Outcome) -> bool:
@@ -77,9 +91,11 @@ def _made_elsewhere(outcome: Outcome) -> bool:
     return bool(outcome.fits) and isinstance(found, Prediction) and found.made > outcome.room
 
 
-def saved(case: OwnModelCase, sizes: Sizes, found: Sequence[Outcome]) -> dict[str, Any]:
-    """The model and every outcome, in bytes, for `--json`."""
-    batch = dict(zip(("batch", "context"), sizes, strict=True))
+def saved(model: ModelFacts, found: Sequence[Outcome]) -> dict[str, Any]:
+    """The model and every outcome, in bytes and seconds, for `--json`."""
+    case = model.case
+    batch = dict(zip(("batch", "context"), model.sizes, strict=True))
+    firsts = {on: next(group) for on, group in groupby(found, key=lambda outcome: outcome.hardware)}
     return {
         "model": {"name": case.name, "parameters": case.parameters, "dtype": case.dtype, **batch},
         "context_bytes": CONTEXT,
@@ -89,12 +105,17 @@ def saved(case: OwnModelCase, sizes: Sizes, found: Sequence[Outcome]) -> dict[st
                 "memory_bytes": outcome.hardware.memory_bytes,
                 "strategy": str(outcome.strategy),
                 "ranks": outcome.ranks,
+                "batch": outcome.batch,
                 **asdict(outcome.found),
+                "interval": outcome.step and outcome.step.interval,
+                "rows_per_second": outcome.rows_per_second,
+                "tokens_per_second": outcome.tokens_per_second,
+                "mfu": outcome.mfu,
+                "undecided": is_undecided(outcome, firsts[outcome.hardware]),
                 "communicator": communicator_bytes(outcome.hardware, outcome.ranks),
                 "free": outcome.free,
                 "fits": outcome.fits,
-                "change": outcome.change,
-                "largest_batch": outcome.rows,
+                "largest_batch": outcome.largest_batch,
                 "longest_context": outcome.context,
             }
             for outcome in found
@@ -102,8 +123,8 @@ def saved(case: OwnModelCase, sizes: Sizes, found: Sequence[Outcome]) -> dict[st
     }
 
 
-def _rate(rows: float) -> str:
-    return f"{rows:,.0f}" if rows >= 100 else f"{rows:.3g}"
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _gib(nbytes: float) -> str:
