@@ -121,7 +121,7 @@ def test_what_ratios_cannot_tell_apart_is_undecided() -> None:
 @pytest.mark.parametrize("limit", [0, 1, 3, 32, 47, 1000])
 @pytest.mark.parametrize("own", [1, 4, 32])
 def test_the_best_batch_is_the_largest_where_more_rows_take_less_time_each(limit: int, own: int) -> None:
-    """Reserved memory has a jump that no line has. What is returned is a prediction, and one that fits."""
+    """Reserved memory has a jump that no line has. The result is a prediction that fits."""
     asked: list[int] = []
     row, fixed = 2**20, room(H100) // 2
 
