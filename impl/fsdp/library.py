@@ -176,7 +176,7 @@ register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None
 register(
     "fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True), called="FSDP1 with forward prefetch"
 )
-register("fsdp", "fsdp2", TorchFSDP2, tested_briefly=True, called="FSDP2")
+register("fsdp", "fsdp2", TorchFSDP2, tested_briefly=True, predicted=True, called="FSDP2")
 register(
     "fsdp",
     "fsdp2_kept",

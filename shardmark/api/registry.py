@@ -71,7 +71,7 @@ class Implementation:
     """Whether only the sweep tests it at large sizes and on more than two ranks: set for PyTorch's own implementations,
     which PyTorch tests, and for steps on the way to a faster technique."""
     predicted: bool = False
-    """Whether `shardmark.predict` always shows it, beside its family's `strategies`."""
+    """Whether `shardmark.predict` always shows it."""
     called: str = ""
     """The name in words, as sentences of a report have it: "eager attention"; empty: the name itself."""
     spec: str = ""
@@ -142,11 +142,8 @@ class Family:
     none."""
     on_ranks: bool = False
     """Whether `workload` needs a process group."""
-    strategies: tuple[tuple[str, bool], ...] = ()
-    """Strategies that `shardmark.predict` always shows: (implementation, whether each block is checkpointed as
-    well)."""
     zero_stage: int = 0
-    """ZeRO's stage of those strategies: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """ZeRO's stage of its implementations: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     checkpoints: bool = False
     """Whether every implementation recomputes activations already."""
     implementations: dict[str, Implementation] = field(default_factory=dict)
@@ -173,14 +170,12 @@ def trains_own_model(
     workload: type[Any],
     *,
     on_ranks: bool,
-    strategies: tuple[tuple[str, bool], ...] = (),
     zero_stage: int = 0,
     checkpoints: bool = False,
 ) -> None:
     """Declare the workload that trains a user's own model by this family's implementations: see `Family`."""
     entry = family(family_name)
-    entry.workload, entry.on_ranks, entry.strategies = workload, on_ranks, strategies
-    entry.zero_stage, entry.checkpoints = zero_stage, checkpoints
+    entry.workload, entry.on_ranks, entry.zero_stage, entry.checkpoints = workload, on_ranks, zero_stage, checkpoints
 
 
 def register(

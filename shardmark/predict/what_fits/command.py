@@ -95,12 +95,7 @@ def _implementations(own: Sequence[str]) -> list[Implementation]:
     """Implementations of every table, one device first and then by ZeRO's stage; the user's `--impl` follow."""
     training = [family for family in FAMILIES.values() if family.workload is not None]
     training.sort(key=lambda family: (family.on_ranks, family.zero_stage, family.checkpoints))
-    found = [
-        each
-        for family in training
-        for each in family.implementations.values()
-        if each.predicted or each.name in dict(family.strategies)
-    ]
+    found = [each for family in training for each in family.implementations.values() if each.predicted]
     known = [family.name for family in training]
     for option in own:
         name, spec = family_and_target(option)
