@@ -2,6 +2,7 @@
 
 shardmark correctness --impl attention=mine.py:attention    # what follows the folder, or file, is pytest's
 shardmark perf/test_attention.py --benchmark-json out.json
+shardmark calibrate mine.toml
 shardmark --version
 """
 
@@ -18,6 +19,7 @@ from typing import NoReturn
 USAGE = """\
 usage: shardmark correctness [pytest's arguments]   every implementation against PyTorch
        shardmark perf [pytest's arguments]          every implementation timed, metered and held to its budgets
+       shardmark calibrate OUT.toml [--help]        this machine's rates, for predictions
        shardmark --version
 A folder or file of either may be named: shardmark correctness/attention, shardmark perf/test_fsdp.py"""
 
@@ -31,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if first == "--version":
         print(f"shardmark {version('shardmark')}")
         sys.exit()
+    if first == "calibrate":
+        from shardmark.calibrate import main as calibrate  # torch comes with it, which takes seconds
+
+        sys.exit(calibrate(rest))
     if first in ("", "-h", "--help"):
         print(USAGE)
         sys.exit(0 if first else 4)

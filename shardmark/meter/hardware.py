@@ -107,6 +107,9 @@ class Hardware:
     reached: Reached = field(default_factory=Reached)
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; None on AMD and on CPU."""
+    measured: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict, hash=False)
+    """Times that `python -m shardmark.calibrate` measured: for each dtype, and for COLLECTIVES, each operator's sizes,
+    with the seconds last (`shardmark.predict.simulation.measured`)."""
 
     @property
     def rules(self) -> tuple[object, ...]:
@@ -121,7 +124,9 @@ class Hardware:
 
 
 KEYS = [key.name for key in fields(Hardware) if key.name != "name"]
-OPTIONAL = ("capability", "reached")
+OPTIONAL = ("capability", "reached", "measured")
+COLLECTIVES = "collectives"
+"""The key of `Hardware.measured` for collectives, beside those for dtypes."""
 THIS = "this"
 """The name of the machine at hand."""
 
@@ -141,11 +146,7 @@ def hardware(name: str) -> Hardware:
     if name.endswith(".toml"):
         return _of_file(Path(name))
     if name == THIS:
-        if torch.cuda.is_available():
-            raise ValueError(
-                f"{THIS} is a CPU's own times; for this machine's GPU name it: {', '.join(known_hardware())}"
-            )
-        return replace(CPU, name=THIS)
+        return replace(of_this_machine("cuda" if torch.cuda.is_available() else "cpu"), name=THIS)
     if name not in known_hardware():
         known = ", ".join([*known_hardware(), THIS])
         raise ValueError(f"no hardware is known as {name!r}; known is {known}, or a TOML file of your own")
@@ -179,8 +180,31 @@ def _hardware(name: str, table: dict[str, Any]) -> Hardware:
     for key, unit in (WHOLE | RATES).items():
         if not _positive(table[key], key in WHOLE, cpu):
             raise ValueError(f"{key} = {table[key]!r} is not a positive {'whole ' * (key in WHOLE)}number of {unit}")
-    own = {"flops": _flops(table["flops"], cpu), "capability": _capability(table), "reached": _reached(table)}
+    own: dict[str, Any] = {"flops": _flops(table["flops"], cpu), "capability": _capability(table)}
+    own["reached"] = _reached(table)
+    own["measured"] = _measured(table.get("measured", {}))
     return Hardware(name, **table | own)
+
+
+def _measured(tables: object) -> dict[str, dict[str, list[list[float]]]]:
+    """Measured times. A size has one to four numbers: bytes, or a product's batch, m, n and k."""
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ValueError("measured has a table for each dtype, and one for collectives")
+    for dtype, table in tables.items():
+        if dtype != COLLECTIVES and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"measured.{dtype} is neither a dtype nor {COLLECTIVES}")
+        for operator, rows in table.items():
+            lengths = (3,) if dtype == COLLECTIVES else (2, 3, 5)
+            for row in rows if isinstance(rows, list) else [rows]:
+                if not isinstance(row, list) or len(row) not in lengths or not all(map(_is_measured, row)):
+                    raise ValueError(f"measured.{dtype}.{operator} = {row!r} is no size with its seconds")
+            if len({len(row) for row in rows}) > 1:
+                raise ValueError(f"measured.{dtype}.{operator} has sizes of several kinds")
+    return tables
+
+
+def _is_measured(figure: object) -> bool:
+    return _positive(figure, False, False)
 
 
 def _positive(value: object, whole: bool, cpu: bool) -> bool:
@@ -235,11 +259,18 @@ CPU = hardware("cpu")
 
 
 def of_this_machine(device: str) -> Hardware:
-    """Hardware with the memory rules of this machine's device. On CUDA: of the same capability, or else the newest."""
+    """Hardware with the memory rules of this machine's device. On CUDA: the most alike of the same capability, or else
+    the newest, with this one's memory."""
     if device == "cpu":
         return CPU
+    own = torch.cuda.get_device_properties(0)
     capability = torch.cuda.get_device_capability()
     rocm = torch.version.hip is not None
     known = [each for each in known_hardware().values() if each.device == "cuda" and (each.capability is None) == rocm]
     same = [each for each in known if each.capability == capability]
-    return same[0] if same else max(known, key=lambda each: each.capability or (0, 0))
+
+    def apart(each: Hardware) -> tuple[int, int]:
+        return abs(each.sm_count - own.multi_processor_count), abs(each.memory_bytes - own.total_memory)
+
+    alike = min(same, key=apart) if same else max(known, key=lambda each: each.capability or (0, 0))
+    return replace(alike, memory_bytes=own.total_memory, sm_count=own.multi_processor_count)

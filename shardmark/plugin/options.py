@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -172,7 +173,7 @@ def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:
     on_this = option("simulate").partition(":")[0] == THIS  # which measures its rates, on a link too
     real = ("ranks", *(() if on_this else ("link",)), "against", "against_ref")
     asked = worlds.simulated(option("simulate"))
-    if asked.hardware.device == "cpu" and not on_this:  # whose times are not known
+    if math.isnan(asked.hardware.bandwidth) and not on_this:  # whose times are not known
         real = (*real, "trace_dir")
     if taken := next((name for name in real if option(name) not in (None, [])), None):
         raise ValueError(f"--simulate runs nothing: not with --{taken.replace('_', '-')}")

@@ -40,15 +40,24 @@ def simulated(value: str) -> Simulated:
     except ValueError as error:
         raise ValueError(f"--simulate {value}: {error}") from None
     if not colon:
-        return Simulated(known, 1)
+        return Simulated(at_hand(known), 1)
     if (number := ranks_of(ranks)) is None:
         raise ValueError(f"--simulate {value}: the ranks are a number from 1 to {MOST_RANKS:,}, not {ranks!r}")
-    if name == THIS:  # they measure
+    if name == THIS and known.device == "cpu":  # they measure
         try:
             check_size(number, known.device)
         except WorldError as error:
             raise ValueError(f"--simulate {value}: {error}") from None
-    return Simulated(known, number)
+    return Simulated(at_hand(known), number)
+
+
+def at_hand(known: Hardware) -> Hardware:
+    """The hardware; for `this`, where CUDA works, with the measured rates of this machine's GPU."""
+    if known.name != THIS or known.device == "cpu":
+        return known
+    from shardmark.predict.calibration.measuring import this_gpu  # all of PyTorch's FSDP comes with it
+
+    return this_gpu()
 
 
 class SimulatedWorld:
@@ -82,8 +91,9 @@ class SimulatedWorlds:
 
     @property
     def machine(self) -> Machine | None:
-        """Measures the rates of this machine, if it is the simulated hardware."""
-        if self._machine is None and self._hardware.name == THIS:
+        """Measures the operators of each case on this machine's CPU, if that is the simulated hardware. A GPU is
+        calibrated once."""
+        if self._machine is None and self._hardware.name == THIS and self._hardware.device == "cpu":
             from shardmark.predict.simulation.this_machine import Machine  # all of PyTorch's FSDP comes with it
 
             self._machine = Machine(Worlds(self._hardware.device, self._link))

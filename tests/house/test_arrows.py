@@ -9,7 +9,7 @@ import pytest
 
 from correctness.support.paths import ROOT
 
-PACKAGES = ("text", "api", "ranks", "verdict", "meter", "rows", "predict", "report", "plugin")
+PACKAGES = ("text", "api", "ranks", "verdict", "meter", "rows", "predict", "calibrate", "report", "plugin")
 """Packages of shardmark, lowest first: each imports only those before it."""
 
 FORBIDDEN = {

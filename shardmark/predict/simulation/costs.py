@@ -59,6 +59,8 @@ class Cost:
     """True for attention kernels, which have other work between their products."""
     convolves: bool = False
     """True for convolutions, for which PyTorch has a precision setting of their own."""
+    name: str = ""
+    """Name of the operator, without its namespace."""
 
 
 _OF_ROWS = ("embedding", "index_select", "gather", "index", "take")
@@ -89,11 +91,19 @@ def cost_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], r
         flops,
         _bytes(name, written_by(operator, args, kwargs), given, made),
         tuple(_products(name, args)) if flops else (),
-        reduces=any(part in name for part in _REDUCE) and not name.startswith(_ATTENTION),
-        attends=name.startswith(_ATTENTION),
-        convolves="convolution" in name,
-        scattered=name in _OF_ROWS or name in _INTO_ROWS,
+        **kind_of_work(name),
     )
+
+
+def kind_of_work(name: str) -> dict[str, Any]:
+    """The fields of a cost that follow from the operator's name."""
+    return {
+        "reduces": any(part in name for part in _REDUCE) and not name.startswith(_ATTENTION),
+        "attends": name.startswith(_ATTENTION),
+        "convolves": "convolution" in name,
+        "scattered": name in _OF_ROWS or name in _INTO_ROWS,
+        "name": name,
+    }
 
 
 def _flops(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> float:

@@ -24,18 +24,21 @@ def collective_seconds(hardware: Hardware, name: str, nbytes: int, ranks: Sequen
     reached, size = hardware.reached, len(ranks)
     in_node, nodes = _nodes(hardware, ranks)
     link, network = hardware.link * reached.link, hardware.network * reached.network
+    network_latency = hardware.network_latency if nodes > 1 else 0.0  # a CPU's may not be known
     if name in _MESSAGES:
-        latency = hardware.network_latency if nodes > 1 else hardware.latency
+        latency = network_latency if nodes > 1 else hardware.latency
         return reached.collective + latency + nbytes / (network if nodes > 1 else link)
-    inside, between = (size - nodes) * hardware.latency, (nodes - 1) * hardware.network_latency
+    inside, between = (size - nodes) * hardware.latency, (nodes - 1) * network_latency
     if name == "all_to_all":
-        own = max((in_node - 1) / size * nbytes / link, (size - in_node) / size * nbytes / network)
+        own = (in_node - 1) / size * nbytes / link
+        if nodes > 1:
+            own = max(own, (size - in_node) / size * nbytes / network)
         return reached.collective + inside + between + own
     bandwidth = min(link, in_node * network) if nodes > 1 else link
     times = 2 if name == "all_reduce" else 1
     seconds = times * (inside + between) + times * (size - 1) / size * nbytes / bandwidth
     if name == "all_reduce":  # trees of nodes, in each of which ranks are a chain
-        latency = (in_node - 1) * hardware.latency + log2(nodes) * hardware.network_latency
+        latency = (in_node - 1) * hardware.latency + log2(nodes) * network_latency
         seconds = min(seconds, 2 * (latency + nbytes / bandwidth))
     return reached.collective + seconds
 

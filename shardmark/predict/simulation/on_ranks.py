@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.utils._pytree import tree_leaves
 
+from shardmark.meter.clock import Laps, Stopwatch
 from shardmark.meter.measure_case import timed_step, warmed_up
 from shardmark.meter.plan import Plan
 from shardmark.predict.simulation.program import GROUP, SUM, Call, Layout
@@ -49,42 +50,58 @@ class Sent:
 
 def operator_seconds(calls: Sequence[Call], budget: float, device: str, seed: int = 0) -> list[float]:
     """Median seconds of each call, over rounds in random order."""
+    return [median(each) if each else 0.0 for each in operator_times(calls, budget, device, seed)]
+
+
+def operator_times(
+    calls: Sequence[Call], budget: float, device: str, seed: int = 0, skip: tuple[type[Exception], ...] = ()
+) -> list[list[float]]:
+    """Seconds of each call in each round but the first; rounds are in random order. None of a call that raises an error
+    of the kinds to `skip`, as it has no kernel here."""
     coin = random.Random(seed)
     pool = _Pool(device)
     made = [(call.operator, pool.tensors(call.args), dict(pool.tensors(call.kwargs))) for call in calls]
     found: list[list[float]] = [[] for _ in calls]
+    known = list(range(len(calls)))
     began = time.perf_counter()
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         for done in range(MOST_ROUNDS):
-            late = torch.tensor(float(done >= LEAST_ROUNDS and time.perf_counter() - began > budget))
-            if _together(late):
+            if _late(done, began, budget, device):
                 break
-            for i in coin.sample(range(len(calls)), len(calls)):
-                found[i].append(_seconds(*made[i], device=device))
-    return [median(each[1:]) if len(each) > 1 else 0.0 for each in found]
+            for i in coin.sample(known, len(known)):
+                try:
+                    found[i].append(_seconds(*made[i], device=device))
+                except skip:
+                    known.remove(i)
+    return [each[1:] for each in found]
+
+
+LAUNCHED = 2e-4
+"""Seconds for which a GPU spins while the host launches a single operator."""
 
 
 def _seconds(operator: Any, args: Any, kwargs: Any, device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    before = waited()
-    began = time.perf_counter()
+    watch, before = Stopwatch(device, LAUNCHED), waited()
+    watch.start()
     result = operator(*args, **kwargs)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
+    seconds = watch.stop().seconds
     del result
-    return seconds - (waited() - before)
+    return seconds - (waited() - before if device == "cpu" else 0.0)
 
 
 def step_seconds(plan: Plan, count: int) -> list[tuple[float, float]]:
     """Seconds of each of `count` steps on this rank, and the seconds in which its thread waited for a core."""
+    return [(laps.seconds, without_core) for laps, without_core in step_laps(plan, count)]
+
+
+def step_laps(plan: Plan, count: int) -> list[tuple[Laps, float]]:
+    """The same, with the steps' parts."""
     workload = warmed_up(plan)
     found = []
     for _ in range(count):
         before = waited()
-        seconds = timed_step(plan, workload, workload.step).seconds
-        found.append((seconds, waited() - before))
+        laps = timed_step(plan, workload, workload.step)
+        found.append((laps, waited() - before))
     return found
 
 
@@ -119,18 +136,19 @@ def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> lis
     found: list[list[Sent]] = [[] for _ in calls]
     began = time.perf_counter()
     for done in range(MOST_ROUNDS_OF_COLLECTIVES):
-        late = torch.tensor(float(done >= LEAST_ROUNDS and time.perf_counter() - began > budget))
-        if _together(late):
+        if _late(done, began, budget, device):
             break
         calls_now = made[done % len(made)]
         order = random.Random(done).sample(range(len(calls)), len(calls))
-        alone = {i: _alone(*calls_now[i], before) for i in order}
+        alone = {i: _alone(*calls_now[i], before, device) for i in order}
         for i in order:
-            found[i].append(
-                Sent(
-                    *alone[i], *_beside(*calls_now[i], compute, each_alone, sum(alone[i]), calls[i].name not in SILENT)
-                )
+            # A GPU's host computes nothing itself.
+            beside = (
+                (alone[i][1], 1.0)
+                if device == "cuda"
+                else _beside(*calls_now[i], compute, each_alone, sum(alone[i]), calls[i].name not in SILENT)
             )
+            found[i].append(Sent(*alone[i], *beside))
     return [mean_of(rounds[1:]) for rounds in found]
 
 
@@ -149,14 +167,18 @@ def mean_of(measured: Sequence[Sent]) -> Sent:
     return Sent(mean(each.launch for each in measured), mean(each.alone for each in measured), beside, pace)
 
 
-def _alone(operator: Any, args: Any, before: Callable[[], None]) -> tuple[float, float]:
+def _alone(operator: Any, args: Any, before: Callable[[], None], device: str) -> tuple[float, float]:
     """Seconds to launch the collective, and seconds after that. No barrier precedes it, as its threads would still be
     awake."""
     before()
+    if device == "cuda":
+        torch.cuda.synchronize()
     began = time.perf_counter()
     handle = _handle(operator(*args))
     launched = time.perf_counter()
     handle.wait()
+    if device == "cuda":
+        torch.cuda.synchronize()  # NCCL's handles make the stream wait, and not the host
     return launched - began, time.perf_counter() - launched
 
 
@@ -218,11 +240,14 @@ def _handle(result: Any) -> Any:
     return Work.unbox(result[-1] if isinstance(result, tuple) else result)
 
 
-def _together(value: Tensor) -> bool:
-    """True where it is true on any rank."""
+def _late(done: int, began: float, budget: float, device: str) -> bool:
+    """True where enough rounds are done and a rank's budget is used up; half as many where it is used up twice."""
+    spent = time.perf_counter() - began
+    enough = LEAST_ROUNDS if spent < 2 * budget else LEAST_ROUNDS / 2
+    late = torch.tensor(float(done >= enough and spent > budget), device=device)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-    return bool(value)
+        dist.all_reduce(late, dist.ReduceOp.MAX)
+    return bool(late)
 
 
 class _Pool:

@@ -28,8 +28,8 @@ from shardmark.meter.recording import without_operators
 from shardmark.meter.timeline import by_layer_and_operator
 from shardmark.predict.simulation.cuda import rules_of_cuda
 from shardmark.predict.simulation.group import gloo, nccl, nccl_recording_streams, one_rank_of
+from shardmark.predict.simulation.measured import rates_of
 from shardmark.predict.simulation.no_kernels import no_kernels
-from shardmark.predict.simulation.rates import GPU
 from shardmark.predict.simulation.routing import Routing
 from shardmark.predict.simulation.schedule import Schedule, Step
 from shardmark.ranks.rank_state import seed_rank
@@ -50,21 +50,24 @@ def predict(plan: Plan, rank: int = 0, on: Hardware = CPU, alike: Sequence[Hardw
     Raises Unsupported, in one line, for a program whose operators depend on values.
     """
     steps: dict[str, Step] = {}
+    ahead = 0.0 if on.device == "cpu" else MOST_AHEAD
     with simulation(plan.world_size, rank, on, routing=routing_of(plan)) as schedule:
 
         def steady(step: Callable[[Mark], None], mark: Mark) -> None:
             """The device begins once the first operators are launched, as when a step is timed."""
             if schedule.rates is None:
                 step(mark)
-            elif timed := schedule.step(partial(_marking, step, mark), MOST_AHEAD):
+            elif timed := schedule.step(partial(_marking, step, mark), ahead):
                 steps[on.name] = timed
 
         with without_operators():
             workload, memory, _ = meter_pass(plan, steady)
-        for other in alike if schedule.rates is not None else ():
-            schedule.rates = GPU(other)
+        for other in alike:
+            schedule.rates = rates_of(other, plan.world_size)
+            if schedule.rates is None:
+                continue
             workload.prepare()
-            if timed := schedule.step(workload.step, MOST_AHEAD):
+            if timed := schedule.step(workload.step, ahead):
                 steps[other.name] = timed
         measured = Predicted(workload.backend, memory, steps=steps)
         del workload
@@ -133,7 +136,7 @@ def simulation(
     Yields the schedule. Raises Unsupported, in one line, where a tensor is larger than this machine's memory.
     """
     of_cuda = on.device == "cuda"
-    schedule = schedule or Schedule(GPU(on) if of_cuda else None)
+    schedule = schedule or Schedule(rates_of(on, ranks))
     with ExitStack() as stack:
         stack.enter_context(_garbage_is_new())
         stack.enter_context(_mapped_one_by_one())

@@ -45,10 +45,11 @@ near each other. By source it is 1.22 and 1.47. No pair is of two strategies.
 
 
 class GPU:
-    """`Rates` of a GPU."""
+    """`Rates` of a GPU; of a CPU too, whose products take their FLOPs' time, as it has no multiprocessors."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
+        self.on_host = hardware.device == "cpu"
 
     def seconds(self, cost: Cost) -> float:
         reached = self.hardware.reached
@@ -62,7 +63,7 @@ class GPU:
             return reached.kernel + moving
         dtype = dtype_of_products(cost, self.hardware)
         rate = self.hardware.flops[dtype] * reached.products[dtype]
-        if cost.products:
+        if cost.products and self.hardware.sm_count:
             tiles = WIDE if dtype == "float32" and self._is_before_hopper else TILES
             making = sum(
                 _product_seconds(each, rate, self.hardware.sm_count, tiles)

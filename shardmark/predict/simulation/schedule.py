@@ -36,6 +36,9 @@ class Mark(Protocol):
 class Rates(Protocol):
     """Speeds of a device and its links."""
 
+    on_host: bool
+    """True for a CPU, where an operator occupies the host until it ends."""
+
     def seconds(self, cost: Cost) -> float:
         """Seconds that an operator takes on the device."""
 
@@ -177,7 +180,10 @@ class Schedule:
         cost = cost_of(operator, args, kwargs, results)
         if cost is not None:
             name = operator._schema.name.partition("::")[2]
-            self._run(Span(name, self._current[-1], 0.0, self.rates.seconds(cost), self.rates.least(cost), cost))
+            span = Span(name, self._current[-1], 0.0, self.rates.seconds(cost), self.rates.least(cost), cost)
+            ended = self._run(span)
+            if self.rates.on_host:
+                self._host = ended
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str) -> float:
         """Launch a collective onto its group's stream, after the current stream's work; returns the time at which it

@@ -20,6 +20,7 @@ from torch import nn
 
 from shardmark.api.registry import Implementation, Unsupported
 from shardmark.api.workload import Mark
+from shardmark.meter.hardware import CPU, Hardware
 from shardmark.meter.measure_case import WARMUPS
 from shardmark.meter.plan import Plan
 from shardmark.predict.simulation.on_ranks import Sent, collective_seconds, mean_of, operator_seconds, step_seconds
@@ -172,10 +173,10 @@ class Timeline:
         self.spans.append(Span(first.event.name, _COLLECTIVES, began, self.now, 0.0, None, first.event.nbytes))
 
 
-def events_of(plan: Plan) -> list[Event]:
-    """The events of the plan's steady-state step on the first rank."""
+def events_of(plan: Plan, on: Hardware = CPU) -> list[Event]:
+    """The events of the plan's steady-state step on the first rank, by the rules of that hardware."""
     recorder = Recorder()
-    with simulation(plan.world_size, schedule=recorder, routing=routing_of(plan)):
+    with simulation(plan.world_size, on=on, schedule=recorder, routing=routing_of(plan)):
         workload = plan.workload(plan.implementation, plan.case, "cpu")
         for _ in range(WARMUPS):
             workload.prepare()

@@ -19,7 +19,7 @@ from shardmark.predict.what_fits.advice import outcomes
 from shardmark.predict.what_fits.prediction import ModelFacts, Strategy
 from shardmark.predict.what_fits.processes import Predictions
 from shardmark.predict.what_fits.table import WIDE, lines, saved
-from shardmark.predict.worlds import MOST_RANKS, ranks_of
+from shardmark.predict.worlds import MOST_RANKS, at_hand, ranks_of
 
 COMMAND = "python -m shardmark.predict"
 USAGE = 4
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _devices(value: str) -> list[Hardware]:
-    devices = [hardware(name) for name in dict.fromkeys(value.split(","))]
+    devices = [at_hand(hardware(name)) for name in dict.fromkeys(value.split(","))]
     names = [each.name for each in devices]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"--hardware {value}: two of them are called {twice[0]}")

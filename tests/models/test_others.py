@@ -1,0 +1,68 @@
+"""Models by others, as their authors wrote them: a table in full, or one line that says why not.
+
+tox -e models
+"""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from correctness.support.paths import ROOT
+from tests.support.runs import environment_of_a_run
+
+OTHERS = Path("tests") / "models" / "others.py"
+NEEDS = {
+    "gpt2": "transformers",
+    "llama": "transformers",
+    "qwen3": "transformers",
+    "mixtral": "transformers",
+    "resnet50": "torchvision",
+    "torchvision_vit": "torchvision",
+    "timm_vit": "timm",
+    "transformer_encoder": "torch",
+    "lstm": "torch",
+    "unet": "torch",
+}
+"""The package that each model is from."""
+NO_BLOCKS = "has no blocks: no ModuleList or Sequential with several of one class"
+WITHOUT_BLOCKS = {"lstm", "unet"}
+"""Models that cannot be checkpointed by block."""
+STRATEGIES = 6
+
+
+def _predicted(model: str, out: Path, *more: str) -> list[dict[str, object]]:
+    """The outcomes that `python -m shardmark.predict` writes."""
+    package = NEEDS.get(model, "transformers")
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: tox -e models installs it")
+    command = ["-m", "shardmark.predict", f"{OTHERS}:{model}", "--hardware", "h100-80gb", "--json", out]
+    done = subprocess.run(
+        [sys.executable, *command, *more], cwd=ROOT, env=environment_of_a_run(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes: list[dict[str, object]] = json.loads(out.read_text())["outcomes"]
+    return outcomes
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model", NEEDS)
+def test_a_model_by_others_gets_its_table(model: str, tmp_path: Path) -> None:
+    outcomes = _predicted(model, tmp_path / "out.json", "--ranks", "2")
+    refused = [each for each in outcomes if "reason" in each]
+    assert len(outcomes) == STRATEGIES
+    assert [each["strategy"] for each in refused] == [
+        each["strategy"] for each in outcomes if model in WITHOUT_BLOCKS and "checkpointing" in str(each["strategy"])
+    ]
+    assert all(NO_BLOCKS in str(each["reason"]) for each in refused)
+    assert all(each["tensors"] and each["steps"] for each in outcomes if each not in refused)
+
+
+@pytest.mark.sweep
+def test_llama_8b_fits_on_eight_h100s_by_fsdp(tmp_path: Path) -> None:
+    outcomes = _predicted("llama_8b", tmp_path / "out.json", "--ranks", "8")
+    fits = {each["strategy"]: each["fits"] for each in outcomes}
+    assert fits["fsdp=fsdp2 + checkpointing"] and not fits["data_parallel=bucketed"]
