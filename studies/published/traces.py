@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class Trace:
     the device.
     """
 
+    on_host: ClassVar[bool] = False
     in_backward: list[bool] = field(default_factory=list)
     costs: list[Cost | None] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
