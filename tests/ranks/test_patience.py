@@ -1,5 +1,6 @@
 """A process that was stopped finds its ranks' answers, and its deadlines as they were, when it goes on."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -42,6 +43,21 @@ def test_a_step_in_this_process_has_its_time_as_well() -> None:
             time.sleep(0.01)
     with pytest.raises(Hung, match=r"had not ended after 0\.2 s"), within(0.2):
         time.sleep(10)
+
+
+def test_an_alarm_within_the_answer_to_the_last_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the answer takes longer than the next alarm is away."""
+    depths = []
+
+    def slow(patience: Patience) -> bool:
+        depths.append(sum(frame.function == "slow" for frame in inspect.stack()))
+        time.sleep(0.05)  # an alarm ends no sleep
+        return len(depths) > 5
+
+    monkeypatch.setattr(Patience, "is_over", slow)
+    with pytest.raises(Hung), within(0.1):
+        time.sleep(10)
+    assert set(depths) == {1}
 
 
 def test_patience_counts_waits_and_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
