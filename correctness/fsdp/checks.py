@@ -23,18 +23,20 @@ HANG = 30.0
 
 
 class Odd(nn.Module):
-    """Neither two nor three ranks divide the rows and elements evenly; one parameter has one element."""
+    """Neither two nor three ranks divide the rows and elements evenly; one parameter has one element; autograd gives two
+    parameters, which are added, one gradient tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((1,), 0.5))
+        self.added = nn.ParameterList(torch.rand(2 * DIM) for _ in range(2))
         self.layers = nn.Sequential(
             nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, 5, bias=False), nn.Tanh(), nn.Linear(5, 2 * DIM)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, DIM) -> (rows, 2 DIM)."""
-        return self.layers(x) * self.scale
+        return self.layers(x) * self.scale + (self.added[0] + self.added[1])
 
 
 class Tiny(nn.Module):

@@ -1,11 +1,12 @@
 """Contract of a call: inputs that reach the module, the user's hooks, and outputs that a loss uses in part."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from correctness.fsdp.checks import (
     Odd,
@@ -93,6 +94,11 @@ def test_a_loss_may_use_some_of_a_units_outputs(
     return ""
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
 class Recording(nn.Module):
     """Records the dtype of each tensor it receives."""
 
@@ -117,8 +123,8 @@ class Recording(nn.Module):
         """(rows, DIM) -> (rows, DIM)."""
         received = {
             "positional": x,
-            "in a positional tuple": pair[0],
-            "in a dict in a tuple": pair[1]["wide"],
+            "in a named tuple": pair.first,
+            "in a dict in a tuple": pair.second["wide"],
             "in a positional list": many[0],
             "in a positional dict": by["name"],
             "keyword": named,
@@ -142,9 +148,12 @@ def test_floating_point_inputs_are_cast_wherever_they_are(
     model = wrap(implementation, inner, compute_dtype=compute)
     x = torch.ones(2, DIM, device=device)
     rows, mask = torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device)
-    positional = x, (x, {"wide": x.double()}), [x], {"name": x}
-    last = {"name": x, "pair": (x, x)}
-    model(*positional, named=x, deep=[x, {"in": x}], last=last, rows=rows, mask=mask).sum().backward()
+    positional: Any = x, Pair(x, {"wide": x.double()}), [x], {"name": x}
+    keyword: Any = {"named": x, "deep": [x, {"in": x}], "last": {"name": x, "pair": (x, x)}, "rows": rows, "mask": mask}
+    before_call = [id(each) for each in tree_leaves((positional, keyword))]
+    model(*positional, **keyword).sum().backward()
+    if before_call != [id(each) for each in tree_leaves((positional, keyword))]:
+        return f"with compute_dtype={compute} the call has put other tensors into its caller's lists or dicts"
     model.finish_gradient_synchronization()
     own = {"in a dict in a tuple": torch.float64, "integer": torch.int64, "boolean": torch.bool}
     for name, found in inner.seen.items():
