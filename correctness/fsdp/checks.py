@@ -23,8 +23,8 @@ HANG = 30.0
 
 
 class Odd(nn.Module):
-    """Neither two nor three ranks divide the rows and elements evenly; one parameter has one element; autograd gives two
-    parameters, which are added, one gradient tensor."""
+    """Neither two nor three ranks divide the rows and elements evenly; one parameter has one element; two are added, and
+    autograd gives both one gradient tensor."""
 
     def __init__(self) -> None:
         super().__init__()
