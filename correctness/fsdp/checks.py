@@ -23,7 +23,7 @@ HANG = 30.0
 
 
 class Odd(nn.Module):
-    """Neither two nor three ranks divide the rows and elements evenly; one parameter has one element; two are added, and
+    """Neither two nor three ranks divide the rows and elements evenly. One parameter has one element. Two are added:
     autograd gives both one gradient tensor."""
 
     def __init__(self) -> None:
