@@ -14,6 +14,9 @@ from shardmark.rows.observers.observer import Observer
 from shardmark.rows.row import Row
 from shardmark.text import layout
 
+ROUNDING = 1e-9
+"""Share of a time below which what bytes add to it is the fit's own rounding, of either sign by the processor."""
+
 
 class OverheadModel(Observer):
     """A model of what bucket sizes cost, from timed all-reduces of several sizes; none where noise hides the bandwidth.
@@ -51,7 +54,7 @@ class OverheadModel(Observer):
     def _model(self, seconds: dict[int, float]) -> dict[str, Any] | None:
         """Overhead and bandwidth of an all-reduce, from seconds by bytes; None where more bytes take no longer."""
         (per_byte, overhead), miss = fit_polynomial(seconds, degree=1)
-        if per_byte <= 0:
+        if per_byte * max(seconds) <= ROUNDING * max(seconds.values()):
             return None
         gradients = self.gradient_bytes
         fitted = max(overhead, 0.0), 1 / per_byte
