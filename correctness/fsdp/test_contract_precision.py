@@ -263,3 +263,27 @@ def test_low_precision_errs_no_more_than_twice_as_much_as_one_process(
 
     allowed = 2 * (error(sums) + torch.finfo(torch.bfloat16).eps)
     return "" if error(found) <= allowed else f"relative error of a gradient {error(found):.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("when", ["between_forward_and_backward", "before_synchronization", "after_evaluation"])
+@on_every_rank
+def test_gathered_parameters_are_not_the_rounded_ones_of_the_pass(
+    implementation: Implementation, when: str, device: str
+) -> str:
+    """They are as the shards are, in their own dtype: a checkpoint may be saved at any time."""
+    model, x, _ = _float32(implementation, device, compute_dtype=torch.bfloat16)
+    plain = make(Wide, 0, device, torch.float32)
+    if when == "after_evaluation":
+        with torch.no_grad():
+            model(x)
+    else:
+        output = model(x)
+        if when == "before_synchronization":
+            output.float().sum().backward()
+    if problem := parameters_as_expected(f"gathered {when.replace('_', ' ')},", model, plain, 0.0):
+        return problem
+    if when == "between_forward_and_backward":
+        output.float().sum().backward()
+    if when != "after_evaluation":
+        model.finish_gradient_synchronization()
+    return parameters_as_expected("gathered at last,", model, plain, 0.0)
