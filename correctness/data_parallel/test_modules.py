@@ -3,7 +3,9 @@
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +66,51 @@ def test_modules_work_as_before(implementation: Implementation, device: str) -> 
         if not model.module.inner[1].training:
             lines.append("the wrapper is an nn.Module, and its train() does not reach the module")
     return lines
+
+
+@dataclass
+class Answer:
+    loss: Tensor
+
+
+RETURNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {  # forward's output; the loss in it
+    "tensor": (lambda loss: loss, lambda output: output),
+    "list": (lambda loss: [None, loss], lambda output: output[1]),
+    "dict_of_tuple": (lambda loss: {"loss": (loss,)}, lambda output: output["loss"][0]),
+    "dataclass": (Answer, lambda output: output.loss),
+    "object": (lambda loss: SimpleNamespace(loss=loss), lambda output: output.loss),
+    "function": (lambda loss: lambda: loss, lambda output: output()),
+}
+
+
+class Returning(nn.Linear):
+    def __init__(self, returns: str) -> None:
+        super().__init__(3, 1, bias=False)
+        nn.init.ones_(self.weight)
+        self.returned, _ = RETURNS[returns]
+
+    def forward(self, x: Tensor) -> Any:
+        """(rows, 3) -> a loss (), as RETURNS has it."""
+        return self.returned(super().forward(x).sum())
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("returns", RETURNS)
+@on_every_rank
+def test_gradients_are_averaged_whatever_forward_returns(
+    implementation: Implementation, returns: str, training: bool, device: str
+) -> list[str]:
+    """In evaluation mode too, in which models with batch norm or dropout are fine-tuned."""
+    module = Returning(returns).to(device)
+    model = wrap(implementation, module)
+    (model if isinstance(model, nn.Module) else module).train(training)
+    _, loss_of = RETURNS[returns]
+    loss_of(model(torch.full((2, 3), dist.get_rank() + 1.0, device=device))).backward()
+    model.finish_gradient_synchronization()
+    mean = dist.get_world_size() + 1.0  # of two rows of rank + 1
+    found = module.weight.grad
+    right = found is not None and torch.allclose(found, torch.full_like(found, mean))
+    return [] if right else [f"where forward returns a {returns} the gradient is {found}, expected {mean} everywhere"]
 
 
 class Nested(nn.Module):
