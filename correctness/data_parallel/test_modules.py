@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,8 +77,6 @@ RETURNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = { 
     "list": (lambda loss: [None, loss], lambda output: output[1]),
     "dict_of_tuple": (lambda loss: {"loss": (loss,)}, lambda output: output["loss"][0]),
     "dataclass": (Answer, lambda output: output.loss),
-    "object": (lambda loss: SimpleNamespace(loss=loss), lambda output: output.loss),
-    "function": (lambda loss: lambda: loss, lambda output: output()),
 }
 
 

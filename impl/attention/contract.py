@@ -39,7 +39,7 @@ class Attention(Protocol):
 
     Should: ValueError for shapes, dtypes and devices that do not go together and for no keys; an empty output without
     queries; a NaN in k or v reaches every output that attends to its key, and what is not finite reaches no more than
-    in eager; equal calls give equal bits.
+    in eager; equal calls give equal bits; a backward after a forward under autocast has the forward's weights.
 
     Not asked: calls from several threads at once.
     """
