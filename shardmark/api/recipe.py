@@ -24,8 +24,8 @@ MakesOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 ADAMW: MakesOptimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 """The default: fused, so that the optimizer itself needs no temporaries."""
 
-NAMED: dict[str, MakesOptimizer] = {"adamw": ADAMW, "sgd": partial(torch.optim.SGD, lr=1e-4, fused=True)}
-"""Optimizers that `--optimizer` names by one word."""
+NAMED: dict[str, MakesOptimizer] = {"adamw": ADAMW, "sgd": partial(torch.optim.SGD, lr=1e-4)}
+"""Optimizers that `--optimizer` names by one word. SGD is not fused: DTensors do not take its fused operator."""
 
 COMPUTE_DTYPES = ("bfloat16",)
 """Dtypes of `--compute-dtype`: float16 would need its loss scaled."""
