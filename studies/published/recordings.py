@@ -9,19 +9,15 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from shardmark.meter.hardware import Hardware
-from shardmark.predict.simulation.costs import Cost, cost_of
-from shardmark.predict.simulation.kinds import Kind, kind_of
+from shardmark.predict.simulation.costs import Cost
 from shardmark.predict.simulation.predict import simulation
 from shardmark.predict.simulation.schedule import FIRST_STREAM, Mark, Rates, Schedule, ends
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 LAUNCH, RUN, SEND, STAMP, AWAIT, HOST_AWAITS, SYNCHRONIZE = range(7)
 Collective = tuple[str, int, tuple[int, ...] | range]
 
@@ -108,19 +104,9 @@ class _Recorder(Schedule):
         self._running = False
         return self.recording
 
-    def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward:
-            self._end_backward()
-        self._launched(in_backward)
-        if kind_of(operator) is Kind.READ:
-            self.synchronize()
-        if operator is _WAIT:
-            self.wait_for(args)
-        cost = cost_of(operator, args, kwargs, results)
-        if cost is not None:
-            known = self.recording.costs
-            self._note(RUN, self._stream(self._current[-1]), known.setdefault(cost, len(known)))
+    def _kernel(self, name: str, cost: Cost) -> None:
+        known = self.recording.costs
+        self._note(RUN, self._stream(self._current[-1]), known.setdefault(cost, len(known)))
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str) -> float:
         if not self._running:

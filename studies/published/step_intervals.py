@@ -47,7 +47,7 @@ def interval(judged: Sequence[Judged]) -> tuple[float, float]:
 
 
 def _quantile(weighed: Sequence[tuple[float, float]], share: float) -> float:
-    """The first value with at least that share of the weight up to it."""
+    """The weighted quantile of (value, weight) pairs in ascending order of values."""
     left = share * math.fsum(weight for _, weight in weighed)
     for value, weight in weighed:
         left -= weight

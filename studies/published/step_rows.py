@@ -240,5 +240,5 @@ def _flops(training: Training) -> float:
 
 @cache
 def every() -> list[Published]:
-    """All rows that are trainings."""
+    """Rows whose program can be written."""
     return [found for line, row in numbered() if (found := published_of(line, row)) is not None]

@@ -186,7 +186,7 @@ def judged(row: Published) -> Judged:
 
 @cache
 def every_judged() -> list[Judged]:
-    """All rows."""
+    """Every row, with its figure and its prediction by numbers that its authors did not move."""
     return [judged(row) for row in every()]
 
 

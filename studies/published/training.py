@@ -46,7 +46,7 @@ class Training:
     """Dtype of the gradients' reduction."""
     compute: torch.dtype = torch.bfloat16
     checkpoint_every: int = 0
-    """Each so manieth block is recomputed; 0: none is."""
+    """1: every block is recomputed in backward; 2: every second one, and so on; 0: none."""
     saves_operators: bool = False
     """Recomputed blocks keep attention's results and those of every second product, as torchtitan's do."""
     optimizer: str = "foreach"

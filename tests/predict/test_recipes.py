@@ -29,7 +29,7 @@ from shardmark.predict.own_model import check
 from shardmark.predict.simulation.predict import predict, simulation
 from shardmark.predict.simulation.routing import Routing
 from tests.support.own_models import with_groups
-from tests.support.predicting import OWN, metered
+from tests.support.predicting import OWN, assert_metered_as_predicted, metered
 
 WORKLOADS: dict[str, type[Any]] = {
     "training_step": LanguageModelStep,
@@ -88,10 +88,7 @@ def test_what_is_predicted_is_what_each_rank_meters(
     plan = _plan(workload, name, implementation, replace(own, recipe=RECIPES.get(recipe, PLAIN)))
     if reason := plan.implementation.unavailable_reason("cpu", to_measure=True):
         pytest.skip(reason)
-    predict(plan)  # DTensor keeps the first mesh of a process
-    for rank, real in enumerate(worlds(plan.world_size).run(metered, plan)):
-        found = predict(plan, rank).memory
-        assert (found.phases, found.peaks, found.tensors) == (real.phases, real.peaks, real.tensors)
+    assert_metered_as_predicted(plan, worlds)
 
 
 LIKE = "it is adamw, sgd, or a class with its options by name, such as torch.optim.AdamW(lr=1e-4, foreach=True)"
@@ -110,11 +107,8 @@ def test_a_copy_in_each_of_two_nodes_is_predicted_as_metered(worlds: WorldsBySiz
     """Each rank of four has half of the parameters, gradients and moments."""
     case = replace(OWN, ranks=4, recipe=RECIPES["all"])
     plan = Plan(InTwoNodes, family("fsdp").implementations["fsdp2_hybrid"], None, case, "cpu", 4)
-    predict(plan)
-    for rank, real in enumerate(worlds(4).run(metered, plan)):
-        found = predict(plan, rank).memory
-        assert (found.phases, found.peaks, found.tensors) == (real.phases, real.peaks, real.tensors)
-    flat = predict(replace(plan, workload=FSDPStep)).memory
+    assert_metered_as_predicted(plan, worlds)
+    found, flat = predict(plan, 3).memory, predict(replace(plan, workload=FSDPStep)).memory
     assert found.phases["after_init"] > 1.7 * flat.phases["after_init"]
 
 

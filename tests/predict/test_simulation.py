@@ -21,7 +21,7 @@ from shardmark.plugin import WorldsBySize
 from shardmark.predict.simulation.group import gloo, one_rank_of
 from shardmark.predict.simulation.no_kernels import no_kernels
 from shardmark.predict.simulation.predict import predict, simulation
-from tests.support.predicting import CASES, COMPILED, PROGRAMS, allocations, metered
+from tests.support.predicting import CASES, COMPILED, PROGRAMS, allocations, assert_metered_as_predicted
 from tests.support.project import row_of, run_project
 
 pytest_plugins = ["pytester", "tests.support.project"]
@@ -58,10 +58,7 @@ def _plans() -> list[Any]:
 def test_what_is_predicted_is_what_each_rank_meters(plan: Plan, worlds: WorldsBySize) -> None:
     if reason := plan.implementation.unavailable_reason("cpu", to_measure=True):
         pytest.skip(reason)
-    predict(plan)  # DTensor keeps the first mesh of a process
-    for rank, real in enumerate(worlds(plan.world_size).run(metered, plan)):
-        found = predict(plan, rank).memory
-        assert (found.phases, found.peaks, found.tensors) == (real.phases, real.peaks, real.tensors)
+    assert_metered_as_predicted(plan, worlds)
 
 
 @pytest.mark.parametrize("size", [20, 200], ids=["with_values", "without"])

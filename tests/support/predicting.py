@@ -39,6 +39,8 @@ from shardmark.meter.measure_case import meter_pass
 from shardmark.meter.memory import Memory
 from shardmark.meter.plan import Plan
 from shardmark.meter.recording import recording
+from shardmark.plugin import WorldsBySize
+from shardmark.predict.simulation.predict import predict
 
 PASSES = 3
 """Metered passes; the smallest figure counts, as a busy machine's backend may release a tensor late."""
@@ -52,6 +54,14 @@ def metered(plan: Plan) -> Memory:
         peaks=_least([each.peaks for each in passes]),
         tensors=min(each.tensors for each in passes),
     )
+
+
+def assert_metered_as_predicted(plan: Plan, worlds: WorldsBySize) -> None:
+    """Meter the plan on real ranks; each rank's bytes are those that are predicted."""
+    predict(plan)  # DTensor keeps the first mesh of a process
+    for rank, real in enumerate(worlds(plan.world_size).run(metered, plan)):
+        found = predict(plan, rank).memory
+        assert (found.phases, found.peaks, found.tensors) == (real.phases, real.peaks, real.tensors)
 
 
 def _least(figures: Sequence[dict[str, int]]) -> dict[str, int]:

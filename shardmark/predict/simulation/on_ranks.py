@@ -95,7 +95,7 @@ def step_seconds(plan: Plan, count: int) -> list[tuple[float, float]]:
 
 
 def step_laps(plan: Plan, count: int) -> list[tuple[Laps, float]]:
-    """The same, with the steps' parts."""
+    """Laps of each step, with its parts, in place of the seconds that `step_seconds` returns."""
     workload = warmed_up(plan)
     found = []
     for _ in range(count):

@@ -168,22 +168,30 @@ class Schedule:
 
     def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
         """The host launches an operator onto the current stream."""
-        assert self.rates is not None
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward:
             self._end_backward()
-        self._host += self.rates.launch(in_backward)
+        self._launched(in_backward)
         if kind_of(operator) is Kind.READ:
             self.synchronize()
         if operator is _WAIT:
             self.wait_for(args)
         cost = cost_of(operator, args, kwargs, results)
         if cost is not None:
-            name = operator._schema.name.partition("::")[2]
-            span = Span(name, self._current[-1], 0.0, self.rates.seconds(cost), self.rates.least(cost), cost)
-            ended = self._run(span)
-            if self.rates.on_host:
-                self._host = ended
+            self._kernel(operator._schema.name.partition("::")[2], cost)
+
+    def _launched(self, in_backward: bool) -> None:
+        """The host has launched an operator."""
+        assert self.rates is not None
+        self._host += self.rates.launch(in_backward)
+
+    def _kernel(self, name: str, cost: Cost) -> None:
+        """The current stream runs the operator of that name and cost."""
+        assert self.rates is not None
+        span = Span(name, self._current[-1], 0.0, self.rates.seconds(cost), self.rates.least(cost), cost)
+        ended = self._run(span)
+        if self.rates.on_host:
+            self._host = ended
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str) -> float:
         """Launch a collective onto its group's stream, after the current stream's work; returns the time at which it
