@@ -109,11 +109,11 @@ def test_the_suite_judges_without_a_checkout(installed: Path, tmp_path: Path) ->
 @pytest.mark.sweep
 def test_what_fits_is_predicted_without_a_checkout(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    arguments = ["mine.py:make", "--hardware=h100-80gb", "--ranks=2", "--json=out.json"]
+    arguments = ["mine.py:make", "--hardware=h100-80gb", "--ranks=2", "--own-batch", "--json=out.json"]
     run = done(installed / "python", "-m", "shardmark.predict", *arguments, folder=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     fits = {each["strategy"]: each["fits"] for each in json.loads((tmp_path / "out.json").read_text())["outcomes"]}
-    assert fits["training_step=eager"] and fits["data_parallel=bucketed"] and fits["fsdp=fsdp2"], run.stdout
+    assert fits["training_step=eager"] and fits["data_parallel=ddp"] and fits["fsdp=fsdp2"], run.stdout
 
 
 @pytest.mark.parametrize(
