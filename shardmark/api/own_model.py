@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardmark.api.finding import RegistryError, find
 from shardmark.api.recipe import ADAMW, PLAIN, MakesOptimizer, Recipe
@@ -146,7 +146,8 @@ class _InPlaceOfAGPU(TorchFunctionMode):
         elif function is Tensor.to and len(args) > 1 and type(args[1]) is int:
             args = (args[0], self.device, *args[2:])
         elif function is not torch.device:
-            args, kwargs = tree_map(self._here, (args, kwargs))
+            args = tuple(map(self._here, args))
+            kwargs = {name: self._here(value) for name, value in kwargs.items()}
         if type(kwargs.get("device")) is int:
             kwargs["device"] = self.device
         return function(*args, **kwargs)

@@ -121,7 +121,8 @@ def test_what_ratios_cannot_tell_apart_is_undecided() -> None:
 @pytest.mark.parametrize("limit", [0, 1, 3, 32, 47, 1000])
 @pytest.mark.parametrize("own", [1, 4, 32])
 def test_the_best_batch_is_the_largest_where_more_rows_take_less_time_each(limit: int, own: int) -> None:
-    """Reserved memory has a jump that no line has. The result is a prediction that fits."""
+    """Up to 64 rows, and to 3% from there on. Reserved memory has a jump that no line has. The result is a prediction
+    that fits."""
     asked: list[int] = []
     row, fixed = 2**20, room(H100) // 2
 
@@ -132,8 +133,9 @@ def test_the_best_batch_is_the_largest_where_more_rows_take_less_time_each(limit
 
     best = best_batch(predict, own)
     assert len(asked) == len(set(asked)) <= MOST_PROBES + 1
-    assert best.fits == (limit > 0) and best.batch in asked and best.batch == max(limit, 1)
-    assert best.largest_batch == (limit or None)
+    assert best.fits == (limit > 0) and best.batch in asked and best.larger is None
+    assert best.batch is not None and limit - limit // 32 * (limit > 64) <= best.batch <= max(limit, 1)
+    assert best.largest_batch == (best.batch if limit else None)
 
 
 def test_the_search_goes_on_where_memory_grows_faster_from_some_batch_on() -> None:
@@ -145,6 +147,24 @@ def test_the_search_goes_on_where_memory_grows_faster_from_some_batch_on() -> No
 
     best = best_batch(predict, 4)
     assert best.batch is not None and 45 <= best.batch <= 50
+
+
+def test_a_batch_too_large_for_this_machine_is_not_the_end_of_the_search() -> None:
+    """The line says where no larger batch was predicted; it does not where a smaller one is known not to fit."""
+    most = 200
+
+    def predict(rows: int) -> Outcome:
+        found = prediction(room(H100) // 500 * rows, 0.1 + rows) if rows <= most else Refused("one tensor of it")
+        return outcome(found, 1, rows)
+
+    best = best_batch(predict, 2)
+    assert best.batch is not None and 0.75 * most <= best.batch <= most
+    assert best.larger == Refused("one tensor of it")
+    table = "\n".join(lines(MODEL, [best]))
+    assert f"{best.batch}+" in table and "+ A larger batch may fit, and is not known: one tensor of it." in table
+    most = 1000
+    fits = best_batch(predict, 2)
+    assert fits.batch is not None and 480 <= fits.batch <= 500 and fits.larger is None
 
 
 def test_a_smaller_batch_may_be_faster() -> None:

@@ -125,7 +125,7 @@ class _Kernels:
             raise _depends_on_values(operator.name())
         if kind is Kind.WRITE:
             return self._write(operator, args, kwargs)
-        results = tree_map_only(_Layout, _Layout.allocate, self._layout(operator, args, kwargs))
+        results = _allocated(self._layout(operator, args, kwargs))
         if self._routing is not None:
             with _off(operator):
                 chosen = self._routing.choose(operator, args, results)
@@ -161,7 +161,7 @@ class _Kernels:
                 _forget_value(tensor)
         returns = operator._schema.returns
         if any(each.alias_info is None for each in returns):  # as batch norm, which writes its running statistics
-            return tree_map_only(_Layout, _Layout.allocate, self._layout(operator, args, kwargs))
+            return _allocated(self._layout(operator, args, kwargs))
         return None if not returns else written[0] if len(returns) == 1 else tuple(written[: len(returns)])
 
     def _layout(self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -227,6 +227,15 @@ class _Layout:
             tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
         _forget_value(tensor)
         return tensor
+
+
+def _allocated(layouts: Any) -> Any:
+    """Results of those layouts."""
+    if isinstance(layouts, _Layout):
+        return layouts.allocate()
+    if isinstance(layouts, tuple | list):
+        return type(layouts)(map(_allocated, layouts))
+    return layouts
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import floor
 
 from shardmark.predict.what_fits.outcome import Outcome
-from shardmark.predict.what_fits.prediction import Prediction
+from shardmark.predict.what_fits.prediction import Prediction, Refused
 
 MOST_SIZE = 2**20
 """The largest batch or context that is tried."""
@@ -24,7 +24,7 @@ def best_batch(predicted: Callable[[int], Outcome], own: int) -> Outcome:
     """The outcome with the most rows per second; with one row where none fits. `own` is where the search begins.
 
     Tried are `own`, the power of two up to the estimate of the largest batch, and then the largest batch by the line
-    through the two, until a prediction agrees with it.
+    through the two, until a prediction agrees with it. Batches of 64 and more are rounded down by up to 3%.
     """
     known = {own: predicted(own)}
     first = known[own]
@@ -32,7 +32,7 @@ def best_batch(predicted: Callable[[int], Outcome], own: int) -> Outcome:
         size = _second(first, own)
         while size not in known and len(known) < MOST_PROBES:
             known[size] = predicted(size)
-            size = _by_line(known)
+            size = _next(known)
     elif first.fits is None:
         return first
     elif own > 1:  # one tensor of it is too large
@@ -41,7 +41,9 @@ def best_batch(predicted: Callable[[int], Outcome], own: int) -> Outcome:
     if not fitting:
         return known[1] if 1 in known else predicted(1)
     most = max(size for size, each in known.items() if each.fits)
-    return replace(max(fitting, key=_speed), largest_batch=most)
+    above = next((known[size] for size in sorted(known) if size > most), None)
+    larger = above.found if above and above.fits is None and isinstance(above.found, Refused) else None
+    return replace(max(fitting, key=_speed), largest_batch=most, larger=larger)
 
 
 def _speed(outcome: Outcome) -> tuple[float, int]:
@@ -60,11 +62,13 @@ def _second(outcome: Outcome, own: int) -> int:
     return next((_within(size) for size in others if size != own), own)
 
 
-def _by_line(known: dict[int, Outcome]) -> int:
+def _next(known: dict[int, Outcome]) -> int:
     """The largest batch by the line through two neighbours among the known ones; a known batch once it is found."""
     missing = {size: -each.free for size, each in sorted(known.items()) if each.free is not None}
     low = max((size for size, nbytes in missing.items() if nbytes <= 0), default=0)
     high = min((size for size in known if size > low), default=MOST_SIZE + 1)
+    if high in known and high not in missing:  # not known to be too large for the device, but for this machine
+        return max(low, _within(high * 3 // 4))
     lines = [(a, b) for a, b in pairwise(missing) if missing[b] > missing[a]]
     if not lines:
         return _within(min(2 * low, high - 1))
@@ -75,4 +79,6 @@ def _by_line(known: dict[int, Outcome]) -> int:
 
 
 def _within(size: int) -> int:
-    return min(max(size, 1), MOST_SIZE)
+    """The size with its six leading binary digits alone, from 1 to MOST_SIZE: no line is straighter."""
+    digits = max(0, size.bit_length() - 6)
+    return min(max(size >> digits << digits, 1), MOST_SIZE)

@@ -22,6 +22,8 @@ class Outcome:
     """Rows of the batch on each rank; None where the batch has no one length."""
     largest_batch: int | None = None
     """Rows of the largest batch that was found to fit, if it was searched for."""
+    larger: Refused | None = None
+    """Why a larger batch has no prediction, where the search met one."""
     context: int | str | None = None
     """Length of the longest context that fits, if asked for, or why none was found."""
 

@@ -36,6 +36,8 @@ def lines(model: ModelFacts, found: Sequence[Outcome], width: int = WIDE) -> Ite
         yield from layout(rows, left=("strategy", "fits"))
         for number, reason in enumerate(reasons, 1):
             yield f"[{number}] {reason}"
+        for reason in dict.fromkeys(outcome.larger.reason for outcome in outcomes if outcome.larger):
+            yield f"+ A larger batch may fit, and is not known: {reason}."
         if any(map(_made_elsewhere, outcomes)):
             yield "* Whole, the model does not fit before it is sharded: make it on the host, or on the meta device."
         if any(is_undecided(outcome, outcomes[0]) for outcome in outcomes[1:]):
@@ -58,7 +60,7 @@ def _cells(outcome: Outcome, first: Outcome, reasons: list[str]) -> dict[str, st
     return {
         "strategy": outcome.strategy.label + " *" * _made_elsewhere(outcome),
         "ranks": f"{outcome.ranks:,}",
-        "batch": None if outcome.batch is None else f"{outcome.batch:,}",
+        "batch": None if outcome.batch is None else f"{outcome.batch:,}" + "+" * (outcome.larger is not None),
         "tokens/s" if model.tokens else "rows/s": _rate(rate) + mark if rate else None,
         "of first": f"{mine / best:.0%}" if outcome.fits and mine and best else None,
         "MFU": None if outcome.mfu is None else f"{outcome.mfu:.1%}",
@@ -116,6 +118,7 @@ def saved(model: ModelFacts, found: Sequence[Outcome]) -> dict[str, Any]:
                 "free": outcome.free,
                 "fits": outcome.fits,
                 "largest_batch": outcome.largest_batch,
+                "larger": outcome.larger and outcome.larger.reason,
                 "longest_context": outcome.context,
             }
             for outcome in found
