@@ -7,6 +7,7 @@ register("loss", "mine", my_loss, time=Race("eager", budget=1.0))
 
 from shardmark.api.finding import RegistryError
 from shardmark.api.grid import MB, SCALES, Grid
+from shardmark.api.mesh import AXES, EXPERTS, Mesh, Share, data_axes
 from shardmark.api.own_model import Loss, Made, OwnModel, OwnModelCase, find_blocks, make, resized
 from shardmark.api.recipe import ADAMW, PLAIN, MakesOptimizer, Recipe, named_optimizer, taken_apart
 from shardmark.api.reference import (
@@ -58,9 +59,11 @@ __all__ = [
     "ADAMW",
     "AFTER_BACKWARD",
     "AFTER_FORWARD",
+    "AXES",
     "BACKWARD",
     "BEGIN",
     "ENTER",
+    "EXPERTS",
     "FAMILIES",
     "GRADIENT",
     "GRADIENTS",
@@ -80,6 +83,7 @@ __all__ = [
     "Made",
     "MakesOptimizer",
     "Mark",
+    "Mesh",
     "Moment",
     "NotAsked",
     "OwnModel",
@@ -90,11 +94,13 @@ __all__ = [
     "Refusable",
     "RegistryError",
     "Requirement",
+    "Share",
     "Unsupported",
     "Work",
     "Workload",
     "add_family",
     "check_signature",
+    "data_axes",
     "dtype_name",
     "dtypes_in",
     "error_line",

@@ -14,7 +14,7 @@ from shardmark.plugin.session import SESSION, Session, implementation_of, measur
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize `implementation`, `case` and `world` from markers and options."""
+    """Parametrize `implementation`, `case`, `mesh` and `world` from markers and options."""
     session = metafunc.config.stash[SESSION]
     family, grid = (metafunc.definition.get_closest_marker(name) for name in ("family", "cases"))
     if "implementation" in metafunc.fixturenames and family is not None:
@@ -37,6 +37,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("implementation", parameters)
     if "case" in metafunc.fixturenames and grid is not None:
         metafunc.parametrize("case", session.cases(grid.args[0]), ids=str)
+    meshes = metafunc.definition.get_closest_marker("meshes")
+    if "mesh" in metafunc.fixturenames and meshes is not None:
+        metafunc.parametrize("mesh", session.meshes_of(meshes.args), ids=str)
     own = " ".join(str(marker.args[0]) for marker in metafunc.definition.iter_markers("parametrize"))
     if "world" in metafunc.fixturenames and "world" not in re.findall(r"\w+", own):
         contract = family is not None and "measure" not in metafunc.fixturenames

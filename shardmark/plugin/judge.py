@@ -24,7 +24,7 @@ import pytest
 from shardmark.api.place import user_line, user_line_in_text
 from shardmark.api.refusals import NotAsked, Unsupported, ledger
 from shardmark.api.registry import Implementation, family
-from shardmark.plugin import options
+from shardmark.plugin import sizes
 from shardmark.plugin.collection import asked
 from shardmark.plugin.session import Session, implementation_of, measures
 from shardmark.plugin.tampering import Guard
@@ -196,7 +196,7 @@ class Judge:
 
     def _ranks_left_out(self) -> list[int]:
         """World sizes of contract checks that run without --ranks and not in this run."""
-        usual = options.contract_ranks(options.ranks(None, self.session.device), self.session.device)
+        usual = sizes.contract_ranks(sizes.ranks(None, self.session.device), self.session.device)
         return sorted(set(usual) - set(self.session.contract_ranks))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -23,8 +23,6 @@ from shardmark.plugin.tampering import keep_the_exit, untouched
 from shardmark.predict import worlds
 from shardmark.ranks import torchrun
 from shardmark.ranks.deadline import MEASURED
-from shardmark.ranks.rank import WorldError, available_cores
-from shardmark.ranks.world import available_ranks, check_size
 
 DEVICES = ("auto", "cpu", "cuda")
 LARGEST_SEED = 2**63 - 1
@@ -46,6 +44,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "telling published sizes) or full (all published sizes).",
     )
     group.addoption("--ranks", metavar="N,N", help="World sizes, such as 2,4.")
+    group.addoption(
+        "--mesh",
+        action="append",
+        default=[],
+        metavar="AXIS=N,AXIS=N",
+        help="A mesh of ranks, the outermost axis first, such as dp=2,tp=2: dp (copies), shard, cp (slices of the "
+        "context), tp, pp; ep=N lies over others. Repeatable.",
+    )
     group.addoption(
         "--link",
         metavar="RATE",
@@ -241,32 +247,6 @@ def deadline(value: str | None) -> float | None:
         if 0 < (seconds := float(value)) <= LONGEST_DEADLINE:  # nan is neither
             return seconds
     raise ValueError(f"--deadline is seconds, more than 0 and at most {LONGEST_DEADLINE:g}, not {value!r}")
-
-
-def ranks(value: str | None, device: str) -> list[int]:
-    """`--ranks` as numbers; by default torchrun's ranks, else every GPU, else 2 (1 on a single core)."""
-    if value is None:
-        if torchrun.launched():
-            return [torchrun.world_size()]
-        return [torch.cuda.device_count() if device == "cuda" else min(2, available_cores())]
-    try:
-        sizes = [int(part) for part in value.split(",")]
-    except ValueError:
-        raise ValueError(f"--ranks takes world sizes such as 2,4, not {value!r}") from None
-    for size in [] if torchrun.launched() else sizes:  # torchrun's own may be on many machines
-        try:
-            check_size(size, device)
-        except WorldError as error:
-            raise ValueError(f"--ranks {value}: {error}") from None
-    return list(dict.fromkeys(sizes))
-
-
-def contract_ranks(ranks: list[int], device: str) -> list[int]:
-    """The ranks, and 3: an odd number rarely divides shapes."""
-    if torchrun.launched():
-        return ranks
-    sizes = {2, 3} if device == "cpu" else {*ranks, 3}
-    return sorted(size for size in sizes if size <= available_ranks(device))
 
 
 def selected(options: list[str], device: str, refused: dict[str, str]) -> dict[str, list[Implementation]]:

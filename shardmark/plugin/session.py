@@ -10,12 +10,13 @@ import torch
 
 from shardmark.api import registry
 from shardmark.api.grid import SCALES, Grid
+from shardmark.api.mesh import Mesh
 from shardmark.api.registry import Implementation, Race
 from shardmark.meter.clock import DeviceClock
 from shardmark.meter.hardware import Hardware, of_this_machine
 from shardmark.meter.roofline import Roofline, attainable_flops, measure_roofline
 from shardmark.meter.trace import TraceFolder
-from shardmark.plugin import comparing, options
+from shardmark.plugin import comparing, options, sizes
 from shardmark.plugin.fresh import BaselineRows
 from shardmark.predict.own_model import check
 from shardmark.predict.worlds import SimulatedWorlds
@@ -54,9 +55,11 @@ class Session:
         self.scale = options.one_of("--scale", option("scale"), ("auto", *SCALES))
         if self.scale == "auto":
             self.scale = "paper" if self.device == "cuda" else "laptop"
-        self.ranks = [self.simulated.ranks] if self.simulated else options.ranks(option("ranks"), self.device)
-        self.contract_ranks = self.ranks if option("ranks") else options.contract_ranks(self.ranks, self.device)
+        self.ranks = [self.simulated.ranks] if self.simulated else sizes.ranks(option("ranks"), self.device)
+        self.contract_ranks = self.ranks if option("ranks") else sizes.contract_ranks(self.ranks, self.device)
         """World sizes of tests that measure nothing: what is right on two ranks alone is wrong."""
+        self.meshes = sizes.meshes(option("mesh"))
+        """The meshes of `--mesh`; empty: those of each test."""
         self.undecided_fails = comparing.undecided_fails(option)
         """Whether a test that is undecided fails: by `--undecided fail`, or as `--largest-slowdown` is given."""
         self.seed = options.seed(str(option("seed")))
@@ -130,6 +133,14 @@ class Session:
         if self.model is None:
             return grid.at(self.scale)
         return [] if grid.own is None else [grid.own(self.model)]
+
+    def meshes_of(self, own: Sequence[str]) -> list[Mesh]:
+        """The meshes in this run of a test whose own are given as texts: those of `--mesh`; else its own, with
+        `--ranks` those of such a size."""
+        if self.meshes:
+            return self.meshes
+        sizes = self.ranks if self.config.getoption("ranks") or torchrun.launched() else None
+        return [mesh for mesh in map(Mesh.parse, own) if sizes is None or mesh.size in sizes]
 
     def asks(self, grid: Grid | None) -> bool:
         """Whether tests over that grid run; with None, whether tests without a grid run."""

@@ -157,3 +157,31 @@ def test_a_link_does_not_go_with_torchruns_ranks(project: pytest.Pytester, monke
     result.stderr.fnmatch_lines(
         ["ERROR: --link 1gbit does not go with torchrun, whose ranks are where it started them"]
     )
+
+
+def test_meshes_parametrize_tests(project: pytest.Pytester) -> None:
+    """A test's own meshes by default, those of --mesh if given, and with --ranks its own of such a size."""
+    project.makepyfile(
+        test_meshes="""
+        import pytest
+
+        @pytest.mark.meshes("dp=2", "dp=2,tp=2")
+        def test_it(mesh): print("on", mesh, mesh.size)
+        """
+    )
+
+    def ran(*options: str) -> list[str]:
+        result, _ = run_project(project, "-s", *options, "test_meshes.py")
+        return [line.partition("on ")[2] for line in result.outlines if "on dp" in line]
+
+    assert ran() == ["dp2 2", "dp2_tp2 4"]
+    assert ran("--ranks=4") == ["dp2_tp2 4"]
+    assert ran("--mesh=dp=3", "--mesh=dp=1,cp=2") == ["dp3 3", "dp1_cp2 2"]
+
+
+def test_a_bad_mesh_is_a_usage_error(project: pytest.Pytester) -> None:
+    result = project.runpytest("--mesh=dp=2,zp=2")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["*--mesh dp=2,zp=2: it has axes among pp, dp, shard, cp, tp, ep, such as *, not 'zp=2'"]
+    )

@@ -1,0 +1,75 @@
+"""Training on a mesh is that of one process with the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from correctness.mesh.told import differences, parameters_differ
+from correctness.mesh.training import (
+    KINDS,
+    bad_token_in_one_process,
+    in_one_process,
+    meet_a_bad_token_on_rank,
+    resume_on_rank,
+    row_groups,
+    train_on_rank,
+)
+from shardmark.api import Implementation, Mesh
+from shardmark.plugin import WorldsBySize
+
+pytestmark = pytest.mark.family("mesh")
+
+MESHES = (
+    *("dp=2", "shard=2", "tp=2", "cp=2", "shard=3", "dp=2,ep=2"),
+    *("dp=2,tp=2", "dp=2,shard=2", "shard=2,tp=2", "dp=2,cp=2", "dp=2,shard=2,ep=2"),
+)
+FEW = ("shard=2", "dp=2,tp=2", "dp=2,ep=2")
+SHOWN = 3
+
+
+def assert_none(wrong: Iterable[str]) -> None:
+    """Fail with the first lines."""
+    lines = [*wrong]
+    if lines:
+        more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        pytest.fail("\n".join([*lines[:SHOWN], *more]), pytrace=False)
+
+
+@pytest.mark.meshes(*MESHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_steps_are_those_of_one_process(
+    implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
+) -> None:
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device)
+    assert_none(differences(ranks, in_one_process(row_groups(mesh), kind), mesh))
+
+
+@pytest.mark.meshes(*FEW)
+def test_micro_batches_in_another_order_give_the_same(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, "experts", device, 3, True)
+    assert_none(differences(ranks, in_one_process(row_groups(mesh), "experts", 3), mesh))
+
+
+@pytest.mark.meshes(*FEW)
+@pytest.mark.parametrize("kind", ["experts", "frozen_and_unused"])
+def test_training_goes_on_from_what_was_saved(
+    implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
+) -> None:
+    ranks = worlds(mesh.size).run(resume_on_rank, implementation, mesh, kind, device)
+    assert_none(
+        line for rank, (went_on, resumed) in enumerate(ranks) for line in parameters_differ(rank, resumed, went_on)
+    )
+
+
+@pytest.mark.meshes(*FEW)
+def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    ranks = worlds(mesh.size).run(meet_a_bad_token_on_rank, implementation, mesh, device)
+    for trace in ranks:
+        trace.digests = {}
+    assert_none(differences(ranks, bad_token_in_one_process(row_groups(mesh)), mesh))

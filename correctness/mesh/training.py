@@ -1,0 +1,251 @@
+"""Training on a mesh beside one process: models of several kinds, batches that ranks share, and what each step gave."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from io import BytesIO
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from impl.mesh import Decoder, DecoderSize, MeshTrainer, OneProcess
+from impl.mesh.decoder import IGNORED, Batch
+from shardmark.api import Implementation, Mesh, Share
+
+STEPS = 20
+LOOKED_AT = (0, 1, STEPS - 1)
+"""Steps whose gradients and parameters are compared; of every step the loss and the norm are."""
+CONTEXT = 12
+MAX_NORM = 1.0
+
+
+class WithASpare(Decoder):
+    """Has parameters that no forward pass uses."""
+
+    def __init__(self, size: DecoderSize) -> None:
+        super().__init__(size)
+        self.spare = nn.Linear(size.dim, size.dim)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model and its optimizer."""
+
+    size: DecoderSize = field(default_factory=DecoderSize)
+    of: type[Decoder] = Decoder
+    frozen: tuple[str, ...] = ()
+    adam: bool = False
+    """AdamW, whose step hides a factor of the gradients; otherwise SGD with momentum, whose step does not."""
+
+
+KINDS = {
+    "plain": Kind(),
+    "tied": Kind(DecoderSize(tied=True)),
+    "experts": Kind(DecoderSize(experts=4)),
+    "frozen_and_unused": Kind(
+        of=WithASpare,
+        frozen=("tok_embeddings.weight", "layers.0.feed_forward.w1.weight", "layers.1.ffn_norm.weight"),
+        adam=True,
+    ),
+}
+
+
+def model_of(kind: str, device: str) -> Decoder:
+    """The same model on every rank, in float64. Its norms' weights are not 1."""
+    chosen = KINDS[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = chosen.of(chosen.size).double()
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                nn.init.uniform_(parameter, 0.5, 1.5)
+            parameter.requires_grad_(name not in chosen.frozen)
+    return model.to(device)
+
+
+def optimizer_of(kind: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Norms do not decay, nor what has no gradient (a wrapper may give it zeros), and embeddings learn faster: groups
+    that are told apart by names."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            decay, rate = 0.0 if "norm" in name or "spare" in name else 0.1, 0.02 if "tok_embeddings" in name else 0.01
+            groups.setdefault((decay, rate), []).append(parameter)
+    found = [{"params": each, "weight_decay": decay, "lr": rate} for (decay, rate), each in groups.items()]
+    return AdamW(found, eps=1e-4) if KINDS[kind].adam else SGD(found, lr=0.01, momentum=0.9)
+
+
+@cache
+def batches(row_groups: int, step: int) -> tuple[Batch, ...]:
+    """The whole micro-batches of a step: one to three, of which each group of ranks has a row at least and some have
+    one more, with targets left out here and there."""
+    random = torch.Generator().manual_seed(1000 + step)
+    found = []
+    for micro in range(1 + step % 3):
+        rows = row_groups + (step + micro) % (row_groups + 1)
+        tokens = torch.randint(DecoderSize.vocabulary, (rows, CONTEXT), generator=random)
+        targets = torch.randint(DecoderSize.vocabulary, (rows, CONTEXT), generator=random)
+        kept = torch.rand((rows, 1), generator=random).clamp(min=0.2)
+        left_out = torch.rand((rows, CONTEXT), generator=random) > kept
+        left_out[0, 0] = False
+        targets[left_out] = IGNORED
+        found.append((tokens, torch.arange(CONTEXT).expand(rows, -1), targets))
+    return tuple(found)
+
+
+def row_groups(mesh: Mesh) -> int:
+    return mesh.ranks(mesh.along(Share.ROWS))
+
+
+@dataclass
+class Trace:
+    """Results of a trainer: each step's loss and norm; after some, gradients and parameters."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    parameters: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    local: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """By name: which part of the parameter the rank has, and a digest of its bytes, after the last step."""
+    digests: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
+    """Digests of the gradients and parameters after each step that is looked at."""
+
+
+def train(trainer: Any, of_step: Callable[[int], Sequence[Batch]], steps: Sequence[int] = range(STEPS)) -> Trace:
+    """Train for these steps."""
+    trace = Trace()
+    for step in steps:
+        loss, norm = trainer.step(of_step(step))
+        trace.losses.append(float(loss))
+        trace.norms.append(float(norm))
+        if step in LOOKED_AT:
+            trace.gradients[step] = _on_cpu(trainer.full_gradients())
+            trace.parameters[step] = _on_cpu(trainer.full_parameters())
+    return trace
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def trainer_of(implementation: Implementation, mesh: Mesh, kind: str, device: str) -> Any:
+    return implementation.watched(
+        partial(model_of, kind, device),
+        partial(optimizer_of, kind),
+        mesh.device_mesh(torch.device(device).type),
+        max_norm=MAX_NORM,
+    )
+
+
+def own_batches(
+    mesh: Mesh, device: str, step: int, backwards: bool = False, of: Callable[[int, int], Sequence[Batch]] = batches
+) -> list[Batch]:
+    """This rank's part of each micro-batch of the step."""
+    whole = of(row_groups(mesh), step)
+    shared = (mesh.share(batch, dist.get_rank()) for batch in (whole[::-1] if backwards else whole))
+    return [(tokens.to(device), positions.to(device), targets.to(device)) for tokens, positions, targets in shared]
+
+
+def train_on_rank(
+    implementation: Implementation, mesh: Mesh, kind: str, device: str, steps: int = STEPS, backwards: bool = False
+) -> Trace:
+    """With `backwards`, each step's micro-batches in the other order."""
+    trainer = trainer_of(implementation, mesh, kind, device)
+    trace = train(trainer, partial(own_batches, mesh, device, backwards=backwards), range(steps))
+    if isinstance(trainer, MeshTrainer):
+        trace.local = {name: _part(parameter) for name, parameter in trainer.parameters.items()}
+    for what, steps in (("gradients", trace.gradients), ("parameters", trace.parameters)):
+        for step, tensors in steps.items():
+            trace.digests[what, step] = {name: _digest(tensor) for name, tensor in tensors.items()}
+    if dist.get_rank():  # all ranks have the same, to the bit, and the digests tell
+        trace.gradients, trace.parameters = {}, {}
+    return trace
+
+
+def _part(parameter: Tensor) -> tuple[Any, str]:
+    if not isinstance(parameter, DTensor):
+        return "whole", _digest(parameter.detach())
+    place = parameter.device_mesh.get_coordinate() or []
+    cut = [
+        (name, where)
+        for name, where, each in zip(
+            parameter.device_mesh.mesh_dim_names or (), place, parameter.placements, strict=False
+        )
+        if not each.is_replicate()
+    ]
+    return tuple(cut), _digest(parameter.to_local().detach())
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def resume_on_rank(implementation: Implementation, mesh: Mesh, kind: str, device: str) -> list[Trace]:
+    """Train, save, and train on; load what was saved into a new trainer, and train on as well."""
+    trainer, saved = trainer_of(implementation, mesh, kind, device), BytesIO()
+    own = partial(own_batches, mesh, device)
+    train(trainer, own, range(2))
+    torch.save(trainer.state_dict(), saved)
+    going_on = range(2, 5)
+    went_on = train(trainer, own, going_on)
+    again = trainer_of(implementation, mesh, kind, device)
+    saved.seek(0)
+    again.load_state_dict(torch.load(saved, weights_only=False))
+    resumed = train(again, own, going_on)
+    for trace, of in ((went_on, trainer), (resumed, again)):
+        trace.parameters = {0: _on_cpu(of.full_parameters())}
+    return [went_on, resumed]
+
+
+BAD = DecoderSize.vocabulary - 1
+"""A token whose embedding is not a number."""
+
+
+def with_a_bad_token(groups: int, step: int) -> list[Batch]:
+    """Batches without that token, but in the last row of step 1."""
+    found = [(tokens % BAD, positions, targets) for tokens, positions, targets in batches(groups, step)]
+    if step == 1:
+        found[-1][0][-1, -1] = BAD
+        found[-1][2][-1, -1] = 0
+    return found
+
+
+def _with_a_bad_embedding(device: str) -> Decoder:
+    model = model_of("plain", device)
+    model.tok_embeddings.weight.data[BAD] = torch.nan
+    return model
+
+
+def meet_a_bad_token_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> Trace:
+    made = partial(_with_a_bad_embedding, device), partial(optimizer_of, "plain")
+    trainer = implementation.watched(*made, mesh.device_mesh(torch.device(device).type), max_norm=MAX_NORM)
+    return _without_bad(train(trainer, partial(own_batches, mesh, device, of=with_a_bad_token), range(3)))
+
+
+def bad_token_in_one_process(groups: int) -> Trace:
+    trainer = OneProcess(partial(_with_a_bad_embedding, "cpu"), partial(optimizer_of, "plain"), None, max_norm=MAX_NORM)
+    return _without_bad(train(trainer, partial(with_a_bad_token, groups), range(3)))
+
+
+def _without_bad(trace: Trace) -> Trace:
+    """Leave out the step's loss, norm and gradients, and that embedding."""
+    trace.losses[1] = trace.norms[1] = 0.0
+    del trace.gradients[1]
+    for parameters in trace.parameters.values():
+        parameters["tok_embeddings.weight"][BAD] = 0
+    return trace
+
+
+@cache
+def in_one_process(groups: int, kind: str, steps: int = STEPS) -> Trace:
+    """One process, with the whole of each batch of that many groups of rows."""
+    with torch.random.fork_rng(devices=[]):
+        trainer = OneProcess(partial(model_of, kind, "cpu"), partial(optimizer_of, kind), None, max_norm=MAX_NORM)
+        return train(trainer, partial(batches, groups), range(steps))

@@ -1,0 +1,113 @@
+"""The contract of training on a mesh, in two forms, the check that a target meets one of them, and the family."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from impl.mesh.decoder import Batch
+from impl.mesh.trainer import MeshTrainer, Named
+from shardmark.api import Family, Refusable, RegistryError, add_family
+
+
+class Trainer(Protocol):
+    """`make(model_fn, optimizer_fn, mesh, *, max_norm=1.0)`, for a step of one's own; or `parallelize(model, mesh)`,
+    which returns the model, and the suite's own step is put around it (`impl.mesh.trainer`). `mesh` is a `DeviceMesh`
+    whose axes are among `pp`, `dp`, `shard`, `cp` and `tp` (`shardmark.api.mesh` says what each does with a batch),
+    with `ep` as one more name. Either may refuse a mesh as `Unsupported`.
+
+    Must, of either form:
+
+    - Training is that of one process with the whole batch: losses, norms, gradients and parameters, in float64 to
+      1e-12 at the first step, and after 20. A step's loss is the sum of its targets' cross entropies over all ranks and
+      micro-batches, divided by the number of targets, leaving out those that are -100.
+    - Ranks that have the same parameter, or the same part of it, have it bitwise equal.
+    - Frozen parameters keep their values, tied ones stay one, and one without a gradient has none, or zeros.
+    - Saved after a step and loaded into a new one, training goes on as if it had not ended.
+
+    Must, of `parallelize`: it is called on every rank with the same whole model, and returns a module that is called as
+    the model is, with this rank's part of a batch. Its parameters are DTensors, or whole on every rank, under the
+    model's own names (PyTorch's wrappers may put theirs before). After a backward pass, and after
+    `finish_gradient_synchronization()` if the module has it, each gradient is the average over the ranks with tokens of
+    their own (along dp, shard, cp). Gradients of a pass in `no_sync()`, or after
+    `set_requires_gradient_sync(False)`, may stay on their rank until the next pass without.
+
+    Must, of `make`: gradients are clipped to `max_norm` by their 2-norm, in which every parameter counts once, as
+    `torch.nn.utils.clip_grad_norm_` does; a step whose norm is not finite changes nothing on any rank.
+    """
+
+    def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """Train on this rank's part of each micro-batch: (tokens, positions, targets), each (rows, context) int64.
+        Returns the loss and the norm before clipping, the same on every rank."""
+        ...
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        """Every parameter, whole, by the model's own name, on every rank. All ranks call."""
+        ...
+
+    def full_gradients(self) -> Mapping[str, Tensor]:
+        """The gradients that the last step's optimizer had, whole, in the same way; zeros, or none, for a parameter
+        without one."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """This rank's state."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that the same rank of the same mesh has saved."""
+        ...
+
+
+Make = Callable[..., Trainer]
+ModelFn = Callable[[], nn.Module]
+OptimizerFn = Callable[[Named], Optimizer]
+
+
+def makes_trainer(target: Any) -> bool:
+    """Whether it is `make(model_fn, optimizer_fn, mesh)`, and not `parallelize(model, mesh)`: it has three parameters
+    without a default."""
+    parameters = inspect.signature(target).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in positional and each.default is inspect.Parameter.empty for each in parameters) == 3
+
+
+def adapted(target: Any) -> Make:
+    """The target as `make`."""
+    return target if makes_trainer(target) else partial(MeshTrainer, target)
+
+
+def _check(target: Any, device: str) -> None:
+    """Check the signature; correctness tests check the rest."""
+    if not callable(target):
+        raise RegistryError(f"{target!r} is not callable; it is parallelize(model, mesh) or a trainer's make")
+    signature = inspect.signature(target)
+    for arguments in ((None, None), (None, None, None)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return
+    raise RegistryError(f"it is called as {signature}, and not as (model, mesh) or (model_fn, optimizer_fn, mesh)")
+
+
+def _axes(mesh: DeviceMesh) -> str:
+    return ",".join(f"{name}={mesh.size(dim)}" for dim, name in enumerate(mesh.mesh_dim_names or ()))
+
+
+FAMILY = add_family(
+    Family(
+        "mesh",
+        Trainer,
+        reference="naive",
+        check=_check,
+        adapt=adapted,
+        may_refuse=(Refusable("meshes", lambda model_fn, optimizer_fn, mesh, **_: _axes(mesh)),),
+    )
+)

@@ -1,0 +1,93 @@
+"""Every rank trains the whole model on the whole batch: what is right, and saves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from impl.mesh.decoder import Batch, token_losses
+from impl.mesh.norms import clip_, gathered_norm
+from impl.mesh.trainer import Named
+from shardmark.api import AXES, Share, register
+
+
+def whole(parts: Mapping[tuple[int, ...], Batch], axes: Sequence[str]) -> Batch:
+    """The batch of one process, from its parts by coordinates along those axes, the outermost first."""
+    if not axes:
+        return parts[()]
+    dim = 1 if AXES[axes[0]] is Share.SLICES else 0
+    inner = [
+        whole({place[1:]: part for place, part in parts.items() if place[0] == index}, axes[1:])
+        for index in sorted({place[0] for place in parts})
+    ]
+    tokens, positions, targets = (torch.cat(tensors, dim) for tensors in zip(*inner, strict=True))
+    return tokens, positions, targets
+
+
+class OneProcess:
+    """Trains as one process does, and on a mesh gathers what its ranks have. See `impl.mesh.Trainer`. `mesh` is
+    None where there is one process."""
+
+    def __init__(
+        self,
+        model_fn: Callable[[], nn.Module],
+        optimizer_fn: Callable[[Named], Optimizer],
+        mesh: DeviceMesh | None,
+        *,
+        max_norm: float = 1.0,
+        norm_type: float = 2.0,
+    ) -> None:
+        self.model = model_fn()
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = optimizer_fn(list(self.parameters.items()))
+        self.mesh, self.max_norm, self.norm_type = mesh, max_norm, norm_type
+
+    def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """Train on the whole of each micro-batch; return the loss of a token and the gradients' norm."""
+        batches = [self._whole(batch) for batch in batches]
+        self.optimizer.zero_grad(set_to_none=True)
+        tokens = sum(int((targets >= 0).sum()) for _, _, targets in batches)
+        loss = 0.0
+        for batch in batches:
+            losses, _ = token_losses(self.model, batch)
+            (losses / tokens).backward()
+            loss += losses.item() / tokens
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        norm = gathered_norm(gradients, self.norm_type)
+        if torch.isfinite(norm):
+            clip_(gradients, norm, self.max_norm)
+            self.optimizer.step()
+        return loss, norm.item()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _whole(self, batch: Batch) -> Batch:
+        if self.mesh is None:
+            return batch
+        names = list(self.mesh.mesh_dim_names or ())
+        axes = [name for share in (Share.ROWS, Share.SLICES) for name in names if AXES[name] is share]
+        place = dict(zip(names, self.mesh.get_coordinate() or (), strict=True))
+        own = tuple(place[name] for name in axes), batch
+        every_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every_rank, own)
+        return whole(dict(every_rank), axes)
+
+
+register("mesh", "naive", OneProcess, called="one process on every rank")

@@ -1,0 +1,133 @@
+"""A training step on a mesh, around any `parallelize(model, mesh)`.
+
+    trainer = MeshTrainer(parallelize, model_fn, optimizer_fn, mesh, max_norm=1.0)
+    loss, norm = trainer.step(micro_batches)
+
+Micro-batches and ranks may differ in their numbers of tokens: each token of a step has the same weight. Gradients of
+micro-batches are added where they are, and averaged over the ranks once. A step whose norm is not finite is left out,
+on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from impl.mesh.decoder import Batch, token_losses
+from impl.mesh.norms import clip_, total_norm, whole_placements
+from shardmark.api import data_axes
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+_OF_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+"""Parts of names that PyTorch's wrappers add."""
+
+
+def own_name(name: str) -> str:
+    """The parameter's name in the model itself."""
+    return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
+
+
+def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The model's parameters, each once, under the model's own names."""
+    return [(own_name(name), parameter) for name, parameter in model.named_parameters()]
+
+
+class MeshTrainer:
+    """The suite's own step: see `impl.mesh.Trainer` for its contract."""
+
+    def __init__(
+        self,
+        parallelize: Callable[[nn.Module, DeviceMesh], nn.Module],
+        model_fn: Callable[[], nn.Module],
+        optimizer_fn: Callable[[Named], Optimizer],
+        mesh: DeviceMesh,
+        *,
+        max_norm: float = 1.0,
+        norm_type: float = 2.0,
+    ) -> None:
+        self.model: Any = parallelize(model_fn(), mesh)
+        self.parameters = dict(named(self.model))
+        self.optimizer = optimizer_fn(list(self.parameters.items()))
+        self.max_norm, self.norm_type = max_norm, norm_type
+        axes = data_axes(mesh.mesh_dim_names or ())
+        self._groups = [mesh.get_group(name) for name in axes]
+        self._data_ranks = 1
+        for group in self._groups:
+            self._data_ranks *= dist.get_world_size(group)
+
+    def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """Train on this rank's micro-batches; return the loss of a token, over all ranks, and the gradients' norm."""
+        self.optimizer.zero_grad(set_to_none=True)
+        counts = torch.stack([(targets >= 0).sum() for _, _, targets in batches]).sum()
+        tokens = self._over_data(counts)
+        total = torch.zeros((), dtype=torch.float64, device=counts.device)
+        for index, batch in enumerate(batches):
+            with self._synchronizing(index == len(batches) - 1):
+                losses, _ = token_losses(self.model, batch)
+                # Averaged over the ranks, this is each token's share of all tokens of the step.
+                (losses * self._data_ranks / tokens).backward()
+            total += losses.detach()
+        if hasattr(self.model, "finish_gradient_synchronization"):
+            self.model.finish_gradient_synchronization()
+        gradients = self._gradients()
+        norm = total_norm(gradients, self.norm_type)
+        if torch.isfinite(norm):  # it is the same on every rank
+            clip_(gradients, norm, self.max_norm)
+            self.optimizer.step()
+        return (self._over_data(total) / tokens).item(), norm.item()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter, whole, by the model's own name. All ranks call."""
+        if hasattr(self.model, "gather_full_parameters"):
+            return {own_name(name): whole for name, whole in self.model.gather_full_parameters().items()}
+        return {name: _full(parameter.detach()) for name, parameter in self.parameters.items()}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The gradients that the last step's optimizer had, whole; none of a parameter without one. All ranks call."""
+        return {name: _full(p.grad.detach()) for name, p in self.parameters.items() if p.grad is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state; `load_state_dict` of a new trainer on the same mesh goes on from it."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _gradients(self) -> list[Tensor]:
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad = whole_placements(parameter.grad)
+        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+
+    def _over_data(self, value: Tensor) -> Tensor:
+        """The sum over all ranks with tokens of their own."""
+        total = value.clone()
+        for group in self._groups:
+            dist.all_reduce(total, group=group)
+        return total
+
+    @contextmanager
+    def _synchronizing(self, last: bool) -> Iterator[None]:
+        """Leave gradients of all but the last micro-batch on their ranks, where the model can."""
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            self.model.set_requires_gradient_sync(last)
+            yield
+        elif hasattr(self.model, "no_sync") and not last:
+            with self.model.no_sync():
+                yield
+        else:
+            yield
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
