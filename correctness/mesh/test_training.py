@@ -39,11 +39,12 @@ def assert_none(wrong: Iterable[str]) -> None:
 
 @pytest.mark.meshes(*MESHES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_twenty_steps_are_those_of_one_process(
+def test_steps_are_those_of_one_process(
     implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
 ) -> None:
-    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device)
-    assert_none(differences(ranks, in_one_process(row_groups(mesh), kind), mesh))
+    steps = KINDS[kind].steps
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, steps)
+    assert_none(differences(ranks, in_one_process(row_groups(mesh), kind, steps), mesh))
 
 
 @pytest.mark.meshes(*FEW)

@@ -19,9 +19,6 @@ from impl.mesh import Decoder, DecoderSize, MeshTrainer, OneProcess
 from impl.mesh.decoder import IGNORED, Batch
 from shardmark.api import Implementation, Mesh, Share
 
-STEPS = 20
-LOOKED_AT = (0, 1, STEPS - 1)
-"""Steps whose gradients and parameters are compared; of every step the loss and the norm are."""
 CONTEXT = 12
 MAX_NORM = 1.0
 
@@ -41,12 +38,13 @@ class Kind:
     size: DecoderSize = field(default_factory=DecoderSize)
     of: type[Decoder] = Decoder
     frozen: tuple[str, ...] = ()
+    steps: int = 6
     adam: bool = False
     """AdamW, whose step hides a factor of the gradients; otherwise SGD with momentum, whose step does not."""
 
 
 KINDS = {
-    "plain": Kind(),
+    "plain": Kind(steps=20),
     "tied": Kind(DecoderSize(tied=True)),
     "experts": Kind(DecoderSize(experts=4)),
     "frozen_and_unused": Kind(
@@ -118,14 +116,15 @@ class Trace:
     """Digests of the gradients and parameters after each step that is looked at."""
 
 
-def train(trainer: Any, of_step: Callable[[int], Sequence[Batch]], steps: Sequence[int] = range(STEPS)) -> Trace:
-    """Train for these steps."""
+def train(trainer: Any, of_step: Callable[[int], Sequence[Batch]], steps: Sequence[int]) -> Trace:
+    """Train for these steps. Gradients and parameters are kept of the first two and of the last one."""
     trace = Trace()
+    kept = {*steps[:2], steps[-1]}
     for step in steps:
         loss, norm = trainer.step(of_step(step))
         trace.losses.append(float(loss))
         trace.norms.append(float(norm))
-        if step in LOOKED_AT:
+        if step in kept:
             trace.gradients[step] = _on_cpu(trainer.full_gradients())
             trace.parameters[step] = _on_cpu(trainer.full_parameters())
     return trace
@@ -154,7 +153,7 @@ def own_batches(
 
 
 def train_on_rank(
-    implementation: Implementation, mesh: Mesh, kind: str, device: str, steps: int = STEPS, backwards: bool = False
+    implementation: Implementation, mesh: Mesh, kind: str, device: str, steps: int, backwards: bool = False
 ) -> Trace:
     """With `backwards`, each step's micro-batches in the other order."""
     trainer = trainer_of(implementation, mesh, kind, device)
@@ -244,7 +243,7 @@ def _without_bad(trace: Trace) -> Trace:
 
 
 @cache
-def in_one_process(groups: int, kind: str, steps: int = STEPS) -> Trace:
+def in_one_process(groups: int, kind: str, steps: int) -> Trace:
     """One process, with the whole of each batch of that many groups of rows."""
     with torch.random.fork_rng(devices=[]):
         trainer = OneProcess(partial(model_of, kind, "cpu"), partial(optimizer_of, kind), None, max_norm=MAX_NORM)

@@ -57,6 +57,7 @@ def _is_slow(item: Any, implementation: Any) -> bool:
 def _is_repeated(item: Any, implementation: Any) -> bool:
     """Return True if another implementation or case covers the same by default; `--impl` still runs it."""
     briefly = getattr(implementation, "tested_briefly", False)
-    many_ranks = item.callspec.params.get("world", 0) > MOST_RANKS_BRIEFLY
+    mesh = item.callspec.params.get("mesh")
+    many_ranks = (mesh.size if mesh else item.callspec.params.get("world", 0)) > MOST_RANKS_BRIEFLY
     marks = {mark.name for mark in item.iter_markers()}
     return "judged" in marks or (briefly and (many_ranks or "large" in marks))
