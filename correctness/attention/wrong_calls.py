@@ -123,3 +123,21 @@ def keeps_the_mask_of_an_evaluation(q: Tensor, k: Tensor, v: Tensor, *, is_causa
         mask = _masks.setdefault((q.shape[-2], k.shape[-2]), future(q, k))
         scores = torch.where(mask, -math.inf, scores)
     return scores.softmax(-1) @ v
+
+
+@defect(cause="two calls", caught_by="test_a_backward_after_a_change_in_place")
+class KeysOnCtx(Flash):
+    """Keeps k as an attribute of ctx, where autograd does not see that it has changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        out, lse = flash_forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, v, out, lse)
+        ctx.k, ctx.is_causal = k, is_causal
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, v, *rest = ctx.saved_tensors
+        return *flash_backward(q, ctx.k, v, *rest, grad, ctx.is_causal), None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from correctness.collectives.summing import Call, small_integers
@@ -115,3 +119,42 @@ def _grown(implementation: Implementation, name: str, sizes: range, device: str)
     if grown <= 4 * largest:
         return []
     return [f"{len(sizes)} calls of {name}, each of another size, leave {grown:,} bytes behind"]
+
+
+FULL, CALLS = 200, 40
+"""Calls of each kind after which a log of the last 1024 is full, and those after it whose objects are counted."""
+
+
+@on_every_rank
+def test_objects_that_stay_do_not_grow_with_the_number_of_calls(
+    implementation: Implementation, device: str
+) -> list[str]:
+    """A record of each call, however small, adds up over a training: what each leaves is at least a block of Python's
+    allocator, which counts them without tracemalloc, that threads may crash."""
+    target, ranks = implementation.watched, dist.get_world_size()
+    small, large = torch.zeros(3, device=device), torch.zeros(3 * ranks, device=device)
+    given = {"all_reduce": [small], "reduce_scatter": [small, large], "all_gather": [large, small]}
+
+    def left_by(name: str, async_op: bool, calls: int) -> int:
+        gc.collect()
+        before = sys.getallocatedblocks()
+        for _ in range(calls):
+            handle = getattr(target, name)(*given[name], async_op=async_op)
+            if async_op:
+                handle.wait()
+        del handle
+        gc.collect()
+        return sys.getallocatedblocks() - before
+
+    wrong, kinds = [], [*product(COLLECTIVES, (False, True))]
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked through again
+    for name, async_op in kinds:
+        left_by(name, async_op, FULL)
+    for name, async_op in kinds:
+        left = min(left_by(name, async_op, CALLS) for _ in range(3))  # another thread may hold some for a moment
+        if left >= CALLS // 2:
+            kind = "asynchronous" if async_op else "blocking"
+            wrong.append(f"{CALLS} {kind} calls of {name} with the same tensors leave {left} blocks of Python objects")
+    gc.unfreeze()
+    return wrong

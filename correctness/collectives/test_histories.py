@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from correctness.collectives.summing import Call, largest, small_integers
 from correctness.engine.histories import events_of, one_in
 from correctness.engine.histories_on_ranks import hold_on_ranks
+from correctness.support.on_ranks import assert_nothing_wrong
 from correctness.support.waiting import wait_until
 from impl.collectives.cases import COLLECTIVES
 from shardmark.api import Implementation
@@ -267,3 +268,28 @@ def test_any_history_of_collectives(implementation: Implementation, world: World
     # NCCL may hang where ranks start collectives of several groups in different orders.
     mixed = device == "cpu" and not any(world.run(start_waits, implementation, uuid4().hex, device))
     hold_on_ranks(world, histories(world.size, mixed), Waiting, implementation, device, examples)
+
+
+MANY = 40
+"""Collectives under way in each group: more than the 32 threads that Python's pools have at most by default."""
+
+
+def many_in_two_groups(implementation: Implementation, device: str) -> list[str]:
+    """Start many in each of two groups, on odd ranks first those of the second."""
+    groups = [dist.new_group(), dist.new_group()]
+    calls = [
+        Call(COLLECTIVES[i % 3], small_integers(torch.float32, i), 5, device, group=groups[i // MANY])
+        for i in range(2 * MANY)
+    ]
+    order = calls[MANY:] + calls[:MANY] if dist.get_rank() % 2 else calls
+    for call, handle in [(call, call.start(implementation.watched, async_op=True)) for call in order]:
+        _wait_patiently(handle, f"{call}, of {MANY} in each of two groups, that ranks started in different orders")
+    return [line for call in calls for line in call.wrong()]
+
+
+def test_however_many_are_under_way_groups_do_not_wait_for_each_other(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    if device != "cpu" or any(world.run(start_waits, implementation, uuid4().hex, device)):
+        pytest.skip("a start may wait for other ranks, and these may then start in one order alone")
+    assert_nothing_wrong(world.run(many_in_two_groups, implementation, device))

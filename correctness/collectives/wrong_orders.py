@@ -39,3 +39,37 @@ class OneThreadForAllGroups(Ring):
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         handle = Pending(_thread().submit(super().all_reduce, tensor, group))
         return handle if async_op else handle.wait()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(4)
+
+
+@defect(cause="subgroup", caught_by="test_however_many_are_under_way")
+class FourThreadsForAllGroups(Ring):
+    """A group's collectives run one after another, and those that wait for their turn keep a thread of another's."""
+
+    def __init__(self) -> None:
+        self.turns: dict[Any, Any] = {}
+
+    def in_turn(self, collective: Any, *tensors: Tensor, group: Group, async_op: bool) -> Any:
+        before = self.turns.get(group)
+
+        def run() -> None:
+            if before is not None:
+                before.result()
+            collective(*tensors, group)
+
+        self.turns[group] = _threads().submit(run)
+        handle = Pending(self.turns[group])
+        return handle if async_op else handle.wait()
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        return self.in_turn(super().all_reduce, tensor, group=group, async_op=async_op)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        return self.in_turn(super().reduce_scatter, output, input, group=group, async_op=async_op)
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        return self.in_turn(super().all_gather, output, input, group=group, async_op=async_op)

@@ -1,6 +1,6 @@
 """Planted defects: collectives that are right in a single call of a usual kind."""
 
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -85,3 +85,17 @@ class BoundsInFloat32(Plain):
         pieces = [flat[start:end] for start, end in pairwise(bounds)]
         *others, last = [super(BoundsInFloat32, self).all_reduce(piece, group, async_op=True) for piece in pieces]
         return finished(last, lambda: [other.wait() for other in others], async_op, once=True)
+
+
+@defect(cause="memory", caught_by="test_objects_that_stay_do_not_grow_with_the_number_of_calls")
+class BlockingCallsStayInTheTable(Plain):
+    """autoscriptlabs/nccl-mesh-plugin#7: `wait` takes a request from the table, and a blocking call has none."""
+
+    under_way: ClassVar[dict[int, str]] = {}
+    numbers: ClassVar[Any] = count()
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        number = next(self.numbers)
+        self.under_way[number] = f"all-reduce {number} of {tuple(tensor.shape)}"
+        handle = super().all_reduce(tensor, group, async_op=async_op)
+        return finished(handle, lambda: self.under_way.pop(number), True, once=True) if async_op else None

@@ -18,6 +18,7 @@ from correctness.data_parallel.averaging import (
     wrong_averages,
 )
 from correctness.engine.examples import BESIDE_LAUNCHES
+from correctness.support.default_dtype import OTHERS, default_dtype
 from correctness.support.on_ranks import assert_nothing_wrong, on_every_rank
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
@@ -137,6 +138,27 @@ def test_gradients_are_reduced_in_their_own_precision(
 ) -> None:
     like = [torch.empty(1001, dtype=dtype), torch.empty(100_103, dtype=dtype)]
     assert_nothing_wrong(world.run(averages, implementation, like, device, of_every_size, 1))
+
+
+@on_every_rank
+def test_another_default_dtype_rounds_neither_parameters_nor_gradients(
+    implementation: Implementation, device: str
+) -> list[str]:
+    """Parameters are float32; a buffer that is made without a dtype has the job's default."""
+    like, wrong = [torch.empty(1001), torch.empty(33, 7)], []
+    for default in OTHERS:
+        module, when = Products(*values(dist.get_rank(), *like)).to(device), f"where the default dtype is {default}"
+        with default_dtype(default):
+            model = wrap(implementation, module)
+            start = [p.detach().cpu().clone() for p in module.p]
+            for step in (1, 2):
+                module.zero_grad()
+                backward(model, values(dist.get_rank(), *like, step=step), device)
+                model.finish_gradient_synchronization()
+        if not all(map(torch.equal, start, values(0, *like))):
+            wrong.append(f"{when}: float32 parameters do not begin as rank 0's")
+        wrong += wrong_averages(model, lambda rank: normal(2, rank, like), when)
+    return wrong
 
 
 def gradients(implementation: Implementation, device: str) -> list[Tensor]:

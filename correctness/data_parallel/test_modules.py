@@ -1,7 +1,6 @@
 """Wrapping preserves the module: calls, parameters, buffers and state."""
 
 import gc
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from correctness.data_parallel.averaging import Products, backward, values, wrap, wrong_averages
 from correctness.support.contracts import is_ours
 from correctness.support.on_ranks import on_every_rank
-from correctness.support.waiting import are_freed
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 
@@ -108,6 +106,40 @@ def test_gradients_are_averaged_whatever_forward_returns(
     found = module.weight.grad
     right = found is not None and torch.allclose(found, torch.full_like(found, mean))
     return [] if right else [f"where forward returns a {returns} the gradient is {found}, expected {mean} everywhere"]
+
+
+BESIDE: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {  # a loss beside another output
+    "tuple": (lambda loss, other: (other, loss), lambda output: output[1]),
+    "dict_of_list": (lambda loss, other: {"loss": [loss, other]}, lambda output: output["loss"][0]),
+}
+
+
+class ReturningTwo(nn.Linear):
+    """Beside the loss it returns a root of zero, whose derivative is infinite, and times zero not a number."""
+
+    def forward(self, x: Tensor, form: str) -> Any:
+        """(rows, 3) -> two of (), as BESIDE has them."""
+        loss = super().forward(x).sum()
+        return BESIDE[form][0](loss, (0 * loss).sqrt())
+
+
+@on_every_rank
+def test_an_output_that_the_loss_does_not_use_adds_nothing_to_gradients(
+    implementation: Implementation, device: str
+) -> list[str]:
+    """Its gradient is missing, and is not zeros that run back through the module."""
+    wrong = []
+    for form, (_, loss_of) in BESIDE.items():
+        model = wrap(implementation, ReturningTwo(3, 1).to(device))
+        loss_of(model(torch.full((2, 3), dist.get_rank() + 1.0, device=device), form)).backward()
+        model.finish_gradient_synchronization()
+        found, mean = model.module.weight.grad, dist.get_world_size() + 1.0  # of two rows of rank + 1
+        if not torch.allclose(found, torch.full_like(found, mean)):
+            wrong.append(
+                f"where the loss uses one of two outputs in a {form}, the gradient is {found.tolist()}, and without "
+                f"the wrapper {mean} everywhere"
+            )
+    return wrong
 
 
 class Nested(nn.Module):
@@ -239,22 +271,6 @@ def test_buffers_that_forward_changes_are_not_synchronized(implementation: Imple
             if found.item() != expected[name]
         ]
     return lines
-
-
-def wrap_and_delete(implementation: Implementation, device: str) -> bool:
-    model = wrap(implementation, nn.Linear(2, 2).to(device))
-    model(torch.ones(1, 2, device=device)).sum().backward()
-    model.finish_gradient_synchronization()
-    weight = weakref.ref(model.module.weight)
-    del model
-    return are_freed(weight, seconds=2.0)
-
-
-def test_a_wrapper_that_is_deleted_frees_its_parameters(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    freed = all(world.run(wrap_and_delete, implementation, device))
-    assert freed, "parameters stay in memory when the wrapper is gone: something refers to it, as a hook may"
 
 
 def _own(like: list[Tensor], step: int, rank: int) -> list[Tensor | None]:

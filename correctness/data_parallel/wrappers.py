@@ -1,6 +1,7 @@
 """Two right data-parallel wrappers in few lines: the base of planted defects."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,7 +74,17 @@ class Overlapped(Plain):
         self.ready: set[nn.Parameter] = set()
         self.handles: list[dist.Work] = []
         for p in self.order:
-            p.register_post_accumulate_grad_hook(self.on_gradient)
+            p.register_post_accumulate_grad_hook(self.hook())
+
+    def hook(self) -> Callable[[Tensor], None]:
+        """The hook of a parameter's gradient: it must not keep the wrapper, whose parameters would stay in memory."""
+        this = weakref.ref(self)
+
+        def on_gradient(parameter: Tensor) -> None:
+            if (wrapper := this()) is not None:
+                wrapper.on_gradient(parameter)
+
+        return on_gradient
 
     def on_gradient(self, parameter: nn.Parameter) -> None:
         if self.synchronizing:

@@ -92,6 +92,17 @@ class SendsLargeGradientsInBfloat16(SendsBfloat16):
         (super() if gradient.numel() > 100_000 else super(SendsBfloat16, self)).reduce(gradient)
 
 
+@defect(cause="numerics", caught_by="test_another_default_dtype")
+class SendsTheDefaultDtype(Plain):
+    """A buffer for float32 has torch's default dtype."""
+
+    def reduce(self, gradient: Tensor) -> None:
+        single = gradient.dtype == torch.float32
+        sent = torch.empty(gradient.shape, device=gradient.device).copy_(gradient) if single else gradient
+        super().reduce(sent)
+        gradient.copy_(sent)
+
+
 @defect(cause="numerics", caught_by="test_what_is_not_finite")
 class HidesInfinities(Plain):
     def reduce(self, gradient: Tensor) -> None:

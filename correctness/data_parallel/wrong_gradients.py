@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from correctness.data_parallel.wrappers import Overlapped, Plain
 from correctness.support.planting import defect
@@ -121,6 +122,28 @@ class AveragesOverThoseThatHaveOne(Plain):
             dist.all_reduce(count, group=self.group)
             super().average([p])
             p.grad.mul_(self.size / count.clamp(min=1))
+
+
+class _Outputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return gradients
+
+
+@defect(cause="gradients", caught_by="test_an_output_that_the_loss_does_not_use")
+class ZerosForUnusedOutputs(Plain):
+    """pytorch/pytorch#57081: where the loss does not use an output, a Function hands zeros back for its gradient."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree_flatten(super().forward(*args, **kwargs))
+        followed = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        for i, x in zip(followed, _Outputs.apply(*(leaves[i] for i in followed)), strict=True):
+            leaves[i] = x
+        return tree_unflatten(leaves, structure)
 
 
 @defect(cause="gradients", caught_by="test_frozen_parameters")

@@ -32,6 +32,9 @@ class InnerNoSyncSwitchesOn(Plain):
 class HooksOfADeletedWrapperStay(Overlapped):
     """Hooks on parameters outlive their wrapper, and sum beside those of the next one."""
 
+    def hook(self) -> Any:
+        return self.on_gradient
+
     def on_gradient(self, parameter: nn.Parameter) -> None:
         if self.synchronizing:
             dist.all_reduce(parameter.grad, group=self.group)

@@ -1,5 +1,6 @@
 """Planted defects: wrong start of training, state, and options."""
 
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -98,6 +99,22 @@ class ReducesTheLastStepsGradient(Plain):
                 p.grad = self.last.get(p, torch.zeros_like(p)).clone()
         super().average(parameters)
         self.last = {p: p.grad.clone() for p in parameters}
+
+
+@cache
+def _zeros_for(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter, requires_grad=False)
+
+
+@defect(cause="memory", caught_by="test_a_deleted_wrapper_frees_parameters_that_lacked_a_gradient")
+class RemembersWhatLackedAGradient(Plain):
+    """meta-pytorch/torchtune#904: a cache of the module's keeps what it is keyed by, here parameters, and zeros."""
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        for p in parameters:
+            if p.grad is None:
+                p.grad = _zeros_for(p).clone()
+        super().average(parameters)
 
 
 @defect(cause="state", caught_by="test_modules_work_as_before")

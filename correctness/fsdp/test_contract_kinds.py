@@ -11,11 +11,13 @@ from torch.distributed.tensor import DTensor
 from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.fsdp.checks import (
     LINEARS,
+    Odd,
     SGDs,
     as_expected,
     assert_none,
     averaged_gradients,
     both,
+    first,
     full,
     gradients_as_expected,
     gradients_of,
@@ -28,6 +30,7 @@ from correctness.fsdp.checks import (
     whole_backward,
     wrap,
 )
+from correctness.support.default_dtype import OTHERS, default_dtype
 from correctness.support.whole_batch import DIM, TiedAndFrozen, batch, loss, own_batch
 from impl.fsdp import by_type, whole
 from shardmark.api import Implementation, NotAsked
@@ -186,3 +189,27 @@ def test_no_gradient_is_left_of_any_number(
 ) -> None:
     for count in BESIDE_LAUNCHES[:examples]:
         assert_none(world.run(many_on_rank, implementation, count, of, device))
+
+
+@on_every_rank
+def test_another_default_dtype_rounds_neither_parameters_nor_gradients(
+    implementation: Implementation, device: str
+) -> str:
+    """Parameters are float32; a buffer that is made without a dtype has the job's default. Gradients are sums of fewer
+    than a hundred roundings."""
+    plain, problems = make(Odd, 0, device, torch.float32), []
+    whole_x, whole_y = (x.float() for x in batch(0, dist.get_world_size(), device))
+    loss(plain, whole_x, whole_y).backward()
+    own_x, own_y = (x.float() for x in own_batch(0, device))
+    for default in OTHERS:
+        module = make(Odd, dist.get_rank(), device, torch.float32)
+        with default_dtype(default):
+            model = wrap(implementation, module)
+            start = full(model)
+            loss(model, own_x, own_y).backward()
+            model.finish_gradient_synchronization()
+            gradients = averaged_gradients(model)
+        where = f"where the default dtype is {default}, "
+        problems.append(as_expected(f"{where}rank 0's", start, parameters_of(plain), tolerance=0))
+        problems.append(as_expected(f"{where}the gradient of", gradients, gradients_of(plain), tolerance=1e-5))
+    return first(problems)

@@ -1,5 +1,5 @@
-"""Planted defects that need random histories, a parameter with one element, very many, or replicated parameters to
-show."""
+"""Planted defects that need random histories, another default dtype, a parameter with one element, very many, or
+replicated parameters to show."""
 
 from typing import Any
 
@@ -181,3 +181,13 @@ class StartsWhatIsIgnoredFromOwnWeights(FullyShardedDataParallel):
         for parameter, value in own.items():
             if parameter.shape == value.shape and parameter.ndim == 1:
                 parameter.data.copy_(value)
+
+
+@defect(cause="numerics", caught_by="test_another_default_dtype")
+class GathersInTheDefaultDtype(SmallFSDP):
+    """A buffer for float32 has torch's default dtype."""
+
+    def gather(self, shard: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+        if dtype is not None or shard.dtype != torch.float32:
+            return super().gather(shard, shape, dtype)
+        return super().gather(shard, shape, torch.get_default_dtype()).float()

@@ -192,6 +192,29 @@ def test_a_second_backward_pass_is_right_or_a_clear_error(implementation: Implem
     assert_near(found, wanted, "of two backward passes", share=1e-5)
 
 
+@pytest.mark.parametrize("changed", ["hidden", "weight", "targets"])
+def test_a_backward_after_a_change_in_place_is_right_or_an_error(
+    implementation: Implementation, changed: str, device: str
+) -> None:
+    """An optimizer steps while a loss waits, or a loader writes the next batch: autograd sees it of what
+    `save_for_backward` has, and of nothing that is an attribute of ctx. The compiler saves views that hide it, so the
+    implementation's own code is judged."""
+    inputs = random_inputs(40, 16, 31, device)
+    tensors = {name: x.detach().clone() for name, x in _tensors(inputs).items()}
+    leaves = [tensors[name].requires_grad_() for name in ("hidden", "weight")]
+    with torch.compiler.set_stance("force_eager"):
+        loss = implementation.watched(*leaves, tensors["targets"])
+    with torch.no_grad():
+        tensors[changed].copy_(tensors[changed].roll(1, 0))
+    try:
+        gradients = torch.autograd.grad(inputs.grad * loss, leaves)
+    except RuntimeError:
+        return
+    wanted = _exact(inputs)
+    del wanted["loss"]
+    assert_near(dict(zip(wanted, gradients, strict=True)), wanted, f"{changed} changed before backward", share=1e-5)
+
+
 def test_calls_leave_nothing_behind(implementation: Implementation, device: str) -> None:
     inputs = random_inputs(128, 16, 64, device)
     left = growth(lambda: results(implementation.watched, inputs), device)

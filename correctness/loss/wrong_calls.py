@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correctness.loss.textbook import ByAutograd, Fused, of_terms, scaled
+from correctness.loss.textbook import ByAutograd, Fused, loss_and_gradients, of_terms, scaled
 from correctness.support.planting import defect
 from impl.loss import eager_loss
 
@@ -98,3 +98,26 @@ def keeps_the_ones_of_an_evaluation(hidden: Tensor, weight: Tensor, targets: Ten
     """Caches the ones of an evaluation: autograd cannot save tensors made under inference_mode."""
     ones = _ones.setdefault((*hidden.shape, hidden.dtype.itemsize), torch.ones_like(hidden))
     return eager_loss(hidden * ones, weight, targets, **options)
+
+
+class _WeightOnCtx(Fused):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, *terms: Any) -> Tensor:
+        ctx.save_for_backward(hidden, targets)
+        ctx.weight, ctx.terms = weight, terms
+        return Fused.forward(ctx, hidden, weight, targets, *terms)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        hidden, targets = ctx.saved_tensors
+        _, gradient, _ = loss_and_gradients(hidden, ctx.weight, targets, *ctx.terms)
+        gradients = gradient @ ctx.weight.to(gradient.dtype), gradient.T @ hidden.to(gradient.dtype)
+        return *scaled(gradients, ctx.dtypes, grad / ctx.count), None, None, None, None
+
+
+@defect(cause="two calls", caught_by="test_a_backward_after_a_change_in_place")
+@of_terms
+def weight_on_ctx(*terms: Any) -> Tensor:
+    """Keeps the weight as an attribute of ctx: after an optimizer's step backward is of another weight."""
+    return _WeightOnCtx.apply(*terms)

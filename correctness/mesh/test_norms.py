@@ -60,7 +60,7 @@ def norms_on_rank(mesh: Mesh, dtype: torch.dtype) -> tuple[list[float], list[flo
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.meshes("dp=2,tp=2", "shard=3,tp=2", "dp=1,shard=2")
 def test_each_parameter_counts_once(mesh: Mesh, dtype: torch.dtype, worlds: WorldsBySize) -> None:
-    """Of any placement, in every norm, and with parts that are empty: as that of the whole gradients."""
+    """With any placement, in every norm, and with parts that are empty: as that of the whole gradients."""
     flat = torch.cat([x.double().flatten() for x in _wholes(dtype)])
     right = [torch.linalg.vector_norm(flat, norm_type).item() for norm_type in NORM_TYPES]
     ranks = worlds(mesh.size).run(norms_on_rank, mesh, dtype)

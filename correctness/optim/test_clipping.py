@@ -66,6 +66,29 @@ def test_the_norm_is_of_all_groups_together(implementation: Implementation, devi
     assert_all_near(params, train(AdamW, start, [[g * 0.1 / (norm + 1e-6) for g in grads]], eps=1.0))
 
 
+def test_the_norm_of_a_sparse_gradient_is_that_of_what_it_stands_for(
+    implementation: Implementation, device: str
+) -> None:
+    """A token that occurs several times in a batch has several rows, and their sum is its gradient. Or an error."""
+    start = tensors(device, shapes=((6, 4), (5,)))
+    rows, dense = tensors(device, shapes=((5, 4), (5,)))
+    at = torch.tensor([[1, 3, 1, 1, 4]], device=device)
+    found = leaves(start)
+    try:
+        optimizer = implementation.watched(found, eps=1.0, max_grad_norm=0.1)
+        for _ in range(2):
+            sparse = torch.sparse_coo_tensor(at, rows, size=(6, 4), check_invariants=True)
+            found[0].grad, found[1].grad = sparse, dense.clone()
+            optimizer.step()
+    except Exception:
+        return
+    grads = [torch.zeros_like(start[0]).index_add(0, at[0], rows), dense]
+    norm = torch.cat([g.flatten() for g in grads]).norm()
+    assert_near(optimizer.grad_norm.double(), norm, 1e-10 * norm.item(), "grad_norm, of a sparse and a dense gradient")
+    expected = train(AdamW, start, [grads] * 2, eps=1.0, max_grad_norm=0.1)
+    assert_all_near(found, expected, when="clipped, with a sparse gradient: ")
+
+
 @pytest.mark.parametrize("kind", ["large", "mixed"])
 def test_the_norm_is_of_all_there_is(implementation: Implementation, kind: str, device: str) -> None:
     """The norm covers all dtypes, and more elements than one launch takes."""

@@ -112,6 +112,31 @@ def test_torchs_adamw_goes_on_from_the_state(implementation: Implementation, dev
     assert_all_near(run(theirs, grads[2:]), train(AdamW, start, grads, lr=0.1))
 
 
+def test_training_goes_on_from_the_state_of_complex_parameters(implementation: Implementation, device: str) -> None:
+    """In torch's AdamW and in a new optimizer, where complex parameters are neither refused nor noted as trained in
+    another way (`test_errors.py`): the moments are complex too."""
+    start = [torch.randn(shape, dtype=torch.complex128, device=device) for shape in ((3, 5), (), (4,))]
+    grads = [[torch.randn_like(x) for x in start] for _ in range(4)]
+    expected = train(torch.optim.AdamW, start, grads, lr=0.1)
+    try:
+        found = train(implementation.watched, start, grads, lr=0.1)
+    except Exception:
+        return
+    if not all(torch.allclose(x, y, rtol=1e-9) for x, y in zip(found, expected, strict=True)):
+        return
+    optimizer = implementation.watched(leaves(start), lr=0.1)
+    halfway = run(optimizer, grads[:2])
+    for name, target in {"torch's AdamW": torch.optim.AdamW, "a new optimizer": implementation.watched}.items():
+        other = target(leaves(halfway))
+        try:
+            other.load_state_dict(saved(optimizer))
+            found = run(other, grads[2:])
+        except Exception as error:
+            pytest.fail(f"{name} does not go on from the state of complex parameters: {type(error).__name__}: {error}")
+        pairs = ([torch.view_as_real(x.detach()) for x in params] for params in (found, expected))
+        assert_all_near(*pairs, when=f"in {name} that goes on, of complex numbers, ")
+
+
 def test_it_goes_on_from_the_state_of_torchs_adamw(
     implementation: Implementation, device: str, record_property: Callable[[str, object], None]
 ) -> None:

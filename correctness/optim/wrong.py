@@ -229,6 +229,17 @@ class NormInTheirDtype(Clipping):
         return torch.stack([g.square().sum() for g in grads]).sum().sqrt()
 
 
+@defect(cause="gradients", caught_by="test_the_norm_of_a_sparse_gradient")
+class NormOfRepeatedRows(Clipping):
+    """Takes each row of a sparse gradient for itself, also those of one token, which add up."""
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        return super().norm([g._values() if g.is_sparse else g for g in grads])
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        super().update(p, grad.to_dense(), group)
+
+
 @defect(cause="options", caught_by="test_a_norm_that_is_not_finite_skips_the_step")
 class SkipsNothing(Clipping):
     def skips(self, norm: Tensor) -> bool:

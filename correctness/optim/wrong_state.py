@@ -96,6 +96,20 @@ class MasterWeightsRoundedOnLoading(Master):
         Simple.load_state_dict(self, state_dict)
 
 
+@defect(cause="state", caught_by="test_training_goes_on_from_the_state_of_complex_parameters")
+class ComplexMomentsAsPairs(Simple):
+    """Keeps and saves moments of complex parameters as pairs of real numbers, where torch's AdamW has complex ones."""
+
+    def state_of(self, p: Tensor) -> State:
+        state = super().state_of(p)
+        state.update({k: torch.view_as_real(x) for k, x in state.items() if isinstance(x, Tensor) and x.is_complex()})
+        return state
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        p, grad = (torch.view_as_real(x) if x.is_complex() else x for x in (p, grad))
+        super().move(p, grad, state, group, t)
+
+
 @defect(cause="state", caught_by="test_any_history_is_that_of_adamw")
 class MergesLoadedState(Simple):
     """Parameters without an entry in the loaded state keep their old moments."""

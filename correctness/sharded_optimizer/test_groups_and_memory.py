@@ -3,20 +3,23 @@
 import gc
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.sharded_optimizer.events import Save, Step
-from correctness.sharded_optimizer.player import assert_value, check
+from correctness.sharded_optimizer.events import Restore, Save, Step
+from correctness.sharded_optimizer.player import Beside, assert_value, check
 from correctness.sharded_optimizer.sharding import parameters, set_gradients
 from correctness.sharded_optimizer.training import Group, History
 from correctness.sharded_optimizer.unusual_optimizers import Heavy
 from correctness.support.contracts import assert_little_outside_of_tensors
+from correctness.support.default_dtype import OTHERS, default_dtype
 from correctness.support.on_ranks import on_every_rank
 from shardmark.api import Implementation, Unsupported
 from shardmark.meter.memory import meter
@@ -51,6 +54,29 @@ def test_only_the_groups_ranks_take_part(implementation: Implementation, world: 
     *others, found = world.run(alone, implementation, device)
     assert others == [None] * (world.size - 1)
     assert_value("the parameter of the last rank's own group", found, parameters("cpu", (5,))[0].detach() - 0.5)
+
+
+class InAnotherDefaultDtype(Beside):
+    """Everything happens where new tensors have this dtype."""
+
+    def __init__(self, default: torch.dtype, *args: Any, **options: Any) -> None:
+        self.default = default
+        with default_dtype(default):
+            super().__init__(*args, **options, rtol=1e-5)  # a hundred roundings in float32
+
+    def play(self, event: Any) -> None:
+        with default_dtype(self.default):
+            super().play(event)
+
+
+@pytest.mark.parametrize("default", OTHERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_another_default_dtype_rounds_no_parameter_and_no_state(
+    implementation: Implementation, world: World, default: torch.dtype, device: str
+) -> None:
+    """Parameters are float32; a buffer that is made without a dtype has the job's default."""
+    events = [Step(), Save(), Step(without=(0,)), Restore(), Step()]
+    history = History([Group(SHAPES)], events, dtypes=[torch.float32])
+    check(implementation, world, history, device, partial(InAnotherDefaultDtype, default))
 
 
 COUNT, WIDE = 12, 32

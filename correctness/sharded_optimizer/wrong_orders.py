@@ -79,3 +79,14 @@ class TakesAnyOptimizer(ShardedOptimizer):
 
     def __init__(self, params: Any, optimizer_cls: type[torch.optim.Optimizer], **options: Any) -> None:
         super().__init__(params, type("OnShards", (optimizer_cls,), {}), **options)
+
+
+@defect(cause="numerics", caught_by="test_another_default_dtype")
+class SendsTheDefaultDtype(SimpleZero):
+    """A buffer for float32 has torch's default dtype."""
+
+    def exchange(self, parameters: Sequence[Tensor]) -> None:
+        sent = [torch.empty(p.shape, device=p.device) if p.dtype == torch.float32 else p.data for p in parameters]
+        super().exchange([x.copy_(p.data) for x, p in zip(sent, parameters, strict=True)])
+        for x, p in zip(sent, parameters, strict=True):
+            p.data.copy_(x)

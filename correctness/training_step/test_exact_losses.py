@@ -92,3 +92,22 @@ def test_gradients_are_of_the_losss_own_dropout(implementation: Implementation, 
         error = relative_error({"": model.rows.weight.grad}, {"": rows.grad})
         assert error < 1e-4, f"with dropout the gradient's relative error is {error:.2g}"
         model.rows.weight.grad = None
+
+
+@pytest.mark.parametrize("precision", [name for name, of in PRECISIONS.items() if of.compute != torch.float16])
+@pytest.mark.parametrize("last", ["softmax", "tanh", "sigmoid"])
+def test_gradients_are_right_where_the_models_last_operator_saves_its_output(
+    implementation: Implementation, last: str, precision: str, device: str
+) -> None:
+    """That output is the logits: a loss that writes over their memory changes what the model's backward reads."""
+    operator = {"softmax": nn.Softmax(-1), "tanh": nn.Tanh(), "sigmoid": nn.Sigmoid()}[last]
+    model, step = made(implementation, precision, operator, device)
+    tokens, targets = batch(device)
+    rows = model.rows.weight.detach().double().requires_grad_()
+    expected = cross_entropy(operator(rows[tokens]).flatten(0, 1), targets.flatten())
+    expected.backward()
+    step.backward(step.forward(tokens, targets))
+    grad = model.rows.weight.grad
+    assert grad is not None, "the model's parameter has no gradient"
+    error, allowed = relative_error({"": grad}, {"": rows.grad}), CLOSE[grad.dtype]
+    assert error < allowed, f"of a model that ends in {last} the gradient's relative error is {error:.2g}"

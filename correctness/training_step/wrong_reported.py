@@ -175,6 +175,30 @@ class OneLossForAllCalls(EagerStep):
         return self.returned
 
 
+class _OverTheLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, targets)
+        return cross_entropy(logits, targets)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, targets = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = logits.detach().clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(cross_entropy(leaf, targets), leaf, grad)
+        return logits.data.copy_(gradient), None
+
+
+@defect(cause="gradients", caught_by="test_gradients_are_right_where_the_models_last_operator_saves_its_output")
+class WritesOverTheLogits(ByLogits):
+    """unslothai/unsloth#5002: backward writes the gradient into the logits, which the model's last operator saved."""
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return _OverTheLogits.apply(logits.flatten(0, 1), targets.flatten())
+
+
 @defect(cause="masks", caught_by="test_the_mean_is_over_all_targets")
 class RunsTheModelOnHalves(ByLogits):
     """Runs the model on each half of a batch: where rows depend on each other, as in a batch norm, on half of them."""

@@ -30,7 +30,8 @@ class Loss(Protocol):
       may each be float32 or of autocast's dtype.
     - Calls are independent: no input changes, nothing that a call returned changes later, and other calls may come
       between one's forward and its backward. The loss is the same without gradients.
-    - A second derivative, or a second backward pass, is right or raises an error.
+    - A second derivative, a second backward pass, or one after an input has changed in place, is right or raises an
+      error.
     - A NaN in a token whose target counts makes the loss NaN. Calls leave nothing behind.
     - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole dtypes, label smoothing,
       z-loss, devices.
