@@ -131,6 +131,8 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     assert isinstance(model, Decoder)
     if "tp" not in names or model.size.experts or model.size.tied:
         raise Unsupported("it takes tp, and neither experts nor tied embeddings")
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        raise Unsupported("PyTorch's SequenceParallel thaws frozen norms")
     tp = mesh["tp"]
     whole = PrepareModuleInput(
         input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None), use_local_output=True

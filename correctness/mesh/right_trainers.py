@@ -59,7 +59,7 @@ class Averages(Manual):
         return self.size("dp") * self.size("shard") * self.size("cp")
 
     def weighted(self, losses: Tensor, batch: Batch, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
-        return losses * (self._ranks() / tokens)
+        return losses * self._ranks() / tokens
 
     def reduce(self, name: str, parameter: nn.Parameter) -> None:
         super().reduce(name, parameter)
