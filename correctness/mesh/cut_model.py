@@ -64,6 +64,9 @@ class CutModel:
     def data_axes(self) -> tuple[str, ...]:
         return ("dp", "shard", "cp")
 
+    def data_ranks(self) -> int:
+        return math.prod(self.size(axis) for axis in self.data_axes())
+
     def over(self, value: Tensor, axes: Iterable[str]) -> Tensor:
         for axis in axes:
             value = summed(value, self.group(axis))
@@ -168,11 +171,13 @@ class CutModel:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries of this rank's slice of the context, keys and values of all slices."""
-        group = self.group("cp")
-        keys, values = (Gather.apply(x, 2, group, True) for x in (k, v))
+        keys, values = self.gather_keys(k), self.gather_keys(v)
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
         scores = q @ keys.transpose(-2, -1) * self.scale(q)
         return scores.masked_fill(~self.seen(q.shape[2], keys.shape[2]), -math.inf).softmax(-1) @ values
+
+    def gather_keys(self, x: Tensor) -> Tensor:
+        return Gather.apply(x, 2, self.group("cp"), True)
 
     def scale(self, q: Tensor) -> float:
         return 1 / math.sqrt(q.shape[-1])

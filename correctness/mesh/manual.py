@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from correctness.mesh.cut_model import CutModel
 from correctness.mesh.operators import SumForward, joined
 from impl.mesh import Decoder
-from impl.mesh.decoder import IGNORED, Batch
+from impl.mesh.decoder import IGNORED, Batch, token_count
+from shardmark.api import Mesh
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -62,7 +63,7 @@ class Manual(CutModel):
         return self.reported(total, tokens), float(norm)
 
     def count(self, batch: Batch) -> Tensor:
-        return (batch[2] != IGNORED).sum()
+        return token_count(batch)
 
     def tokens(self, batches: Sequence[Batch]) -> Tensor:
         """Targets of the step, over all ranks and micro-batches."""
@@ -84,9 +85,12 @@ class Manual(CutModel):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         sums = SumForward.apply((logits - largest[:, None]).exp().sum(1), group)
         own = (targets >= first) & (targets < first + logits.shape[1])
-        picked = logits.gather(1, torch.where(own, targets - first, 0)[:, None]).squeeze(1) * own
-        correct = SumForward.apply(picked, group)
-        return ((sums.log() + largest - correct) * (targets != IGNORED)).sum()
+        picked = logits.gather(1, torch.where(own, targets - first, 0)[:, None]).squeeze(1)
+        return ((sums.log() + largest - self.correct(picked, own)) * (targets != IGNORED)).sum()
+
+    def correct(self, picked: Tensor, own: Tensor) -> Tensor:
+        """The targets' logits, of which this rank has picked its own, and others anything."""
+        return SumForward.apply(picked * own, self.group("tp"))
 
     def weighted(self, losses: Tensor, batch: Batch, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
         """The summand of the step's loss. Gradients are added over the ranks, not averaged."""
@@ -115,13 +119,8 @@ class Manual(CutModel):
         return (*axes, "tp") if self.is_on_slices(name) else axes
 
     def below_experts(self) -> tuple[str, ...]:
-        """The axes that ep lies over: the innermost ones, as many as its size takes."""
-        below, ranks = [], 1
-        for axis in reversed([axis for axis in self.mesh.mesh_dim_names or () if axis in self.data_axes()]):
-            if ranks < self.size("ep"):
-                below.append(axis)
-                ranks *= self.size(axis)
-        return tuple(below)
+        names = self.mesh.mesh_dim_names or ()
+        return Mesh(tuple((name, self.size(name)) for name in names), self.size("ep")).below_experts()
 
     def reduce_gradients(self) -> None:
         for name, parameter in self.parameters.items():

@@ -55,16 +55,13 @@ class _SumBackward(torch.autograd.Function):
 
 @right("losses are scaled up and gradients averaged, in place of sums")
 class Averages(Manual):
-    def _ranks(self) -> int:
-        return self.size("dp") * self.size("shard") * self.size("cp")
-
     def weighted(self, losses: Tensor, batch: Batch, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
-        return losses * self._ranks() / tokens
+        return losses * self.data_ranks() / tokens
 
     def reduce(self, name: str, parameter: nn.Parameter) -> None:
         super().reduce(name, parameter)
         assert parameter.grad is not None
-        parameter.grad = parameter.grad / self._ranks()
+        parameter.grad = parameter.grad / self.data_ranks()
 
 
 @right("gradients of each micro-batch are reduced at once, and added")
@@ -121,24 +118,17 @@ class ByTheFirstRank(Manual):
 
 @right("each rank of tp routes its part of the sequence")
 class RoutesSlices(Manual):
-    def __init__(self, model_fn: Any, optimizer_fn: Any, mesh: DeviceMesh, *, max_norm: float = 1.0) -> None:
-        if "tp" in (mesh.mesh_dim_names or ()) and self.has_experts(mesh):
-            raise Unsupported("it takes tp or ep")
-        super().__init__(model_fn, optimizer_fn, mesh, max_norm=max_norm)
-
-    @staticmethod
-    def has_experts(mesh: DeviceMesh) -> bool:
-        try:
-            return mesh["ep"].size() > 1
-        except KeyError:
-            return False
-
     def cut_mixture(self, mixture: Any, prefix: str) -> None:
         if self.group("tp") is None:
             super().cut_mixture(mixture, prefix)
+        elif self.group("ep") is not None:
+            raise Unsupported("it takes tp or ep")
 
     def is_on_slices(self, name: str) -> bool:
-        return super().is_on_slices(name) or "feed_forward.experts" in name or "router" in name
+        return super().is_on_slices(name) or "feed_forward.experts" in name or self.is_router(name)
+
+    def is_router(self, name: str) -> bool:
+        return "router" in name
 
 
 @right("a trainer that is a subclass of the suite's own")

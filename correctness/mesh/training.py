@@ -134,9 +134,11 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def trainer_of(implementation: Implementation, mesh: Mesh, kind: str, device: str) -> Any:
+def trainer_of(
+    implementation: Implementation, mesh: Mesh, kind: str, device: str, of: Callable[[str, str], Decoder] = model_of
+) -> Any:
     return implementation.watched(
-        partial(model_of, kind, device),
+        partial(of, kind, device),
         partial(optimizer_of, kind),
         mesh.device_mesh(torch.device(device).type),
         max_norm=MAX_NORM,
@@ -160,8 +162,8 @@ def train_on_rank(
     trace = train(trainer, partial(own_batches, mesh, device, backwards=backwards), range(steps))
     if isinstance(trainer, MeshTrainer):
         trace.local = {name: _part(parameter) for name, parameter in trainer.parameters.items()}
-    for what, steps in (("gradients", trace.gradients), ("parameters", trace.parameters)):
-        for step, tensors in steps.items():
+    for what, looked_at in (("gradients", trace.gradients), ("parameters", trace.parameters)):
+        for step, tensors in looked_at.items():
             trace.digests[what, step] = {name: _digest(tensor) for name, tensor in tensors.items()}
     if dist.get_rank():  # all ranks have the same, to the bit, and the digests tell
         trace.gradients, trace.parameters = {}, {}
@@ -209,28 +211,26 @@ BAD = DecoderSize.vocabulary - 1
 
 def with_a_bad_token(groups: int, step: int) -> list[Batch]:
     """Batches without that token, but in the last row of step 1."""
-    found = [(tokens % BAD, positions, targets) for tokens, positions, targets in batches(groups, step)]
+    found = [(tokens % BAD, positions, targets.clone()) for tokens, positions, targets in batches(groups, step)]
     if step == 1:
         found[-1][0][-1, -1] = BAD
         found[-1][2][-1, -1] = 0
     return found
 
 
-def _with_a_bad_embedding(device: str) -> Decoder:
-    model = model_of("plain", device)
+def _with_a_bad_embedding(kind: str, device: str) -> Decoder:
+    model = model_of(kind, device)
     model.tok_embeddings.weight.data[BAD] = torch.nan
     return model
 
 
 def meet_a_bad_token_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> Trace:
-    made = partial(_with_a_bad_embedding, device), partial(optimizer_of, "plain")
-    trainer = implementation.watched(*made, mesh.device_mesh(torch.device(device).type), max_norm=MAX_NORM)
+    trainer = trainer_of(implementation, mesh, "plain", device, _with_a_bad_embedding)
     return _without_bad(train(trainer, partial(own_batches, mesh, device, of=with_a_bad_token), range(3)))
 
 
 def bad_token_in_one_process(groups: int) -> Trace:
-    trainer = OneProcess(partial(_with_a_bad_embedding, "cpu"), partial(optimizer_of, "plain"), None, max_norm=MAX_NORM)
-    return _without_bad(train(trainer, partial(with_a_bad_token, groups), range(3)))
+    return _without_bad(train(one_process("plain", _with_a_bad_embedding), partial(with_a_bad_token, groups), range(3)))
 
 
 def _without_bad(trace: Trace) -> Trace:
@@ -242,9 +242,11 @@ def _without_bad(trace: Trace) -> Trace:
     return trace
 
 
+def one_process(kind: str, of: Callable[[str, str], Decoder] = model_of) -> OneProcess:
+    return OneProcess(partial(of, kind, "cpu"), partial(optimizer_of, kind), None, max_norm=MAX_NORM)
+
+
 @cache
 def in_one_process(groups: int, kind: str, steps: int) -> Trace:
-    """One process, with the whole of each batch of that many groups of rows."""
-    with torch.random.fork_rng(devices=[]):
-        trainer = OneProcess(partial(model_of, kind, "cpu"), partial(optimizer_of, kind), None, max_norm=MAX_NORM)
-        return train(trainer, partial(batches, groups), range(steps))
+    """The trace of one process that trains on whole batches, which ranks see as that many groups of rows."""
+    return train(one_process(kind), partial(batches, groups), range(steps))

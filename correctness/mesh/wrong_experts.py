@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from correctness.mesh.manual import Manual
 from correctness.mesh.operators import Gather
+from correctness.mesh.right_trainers import RoutesSlices
 from correctness.support.planting import defect
-from impl.mesh.decoder import Experts, MixtureOfExperts
+from impl.mesh.decoder import Experts
 
 
 @defect(cause="communication", caught_by="tp2-experts]")
@@ -20,21 +21,8 @@ class ReducesReplicatedAgain(Manual):
         return (*super().reduced_over(name), *(("tp",) if "router" in name else ()))
 
 
-class _RoutesSlices(Manual):
-    """Each rank of tp routes its part of the sequence."""
-
-    def cut_mixture(self, mixture: MixtureOfExperts, prefix: str) -> None:
-        assert self.group("ep") is None
-
-    def is_on_slices(self, name: str) -> bool:
-        return super().is_on_slices(name) or "feed_forward.experts" in name or self.is_router(name)
-
-    def is_router(self, name: str) -> bool:
-        return "router" in name
-
-
 @defect(cause="communication", caught_by="[ForgetsTheRouter-tp2-experts]")
-class ForgetsTheRouter(_RoutesSlices):
+class ForgetsTheRouter(RoutesSlices):
     """NVIDIA/Megatron-LM#619: the router sees this rank's tokens, and its gradient is not summed over tp."""
 
     def is_router(self, name: str) -> bool:

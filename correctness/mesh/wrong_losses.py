@@ -17,16 +17,12 @@ from impl.mesh.decoder import IGNORED, Batch
 Batches = Sequence[Batch]
 
 
-def _data_ranks(trainer: Manual) -> int:
-    return trainer.size("dp") * trainer.size("shard") * trainer.size("cp")
-
-
 @defect(cause="gradients", caught_by="dp2-plain]")
 class MeanOfMeans(Manual):
     """pytorch/torchtitan#2206: each rank and micro-batch takes the mean over its own tokens, and these are averaged."""
 
     def weighted(self, losses: Tensor, batch: Batch, batches: Batches, tokens: Tensor) -> Tensor:
-        return losses / self.count(batch).clamp(min=1) / len(batches) / _data_ranks(self)
+        return losses / self.count(batch).clamp(min=1) / len(batches) / self.data_ranks()
 
 
 @defect(cause="gradients", caught_by="tp2-plain]")
@@ -43,7 +39,7 @@ class CountsItsOwnTokens(Manual):
 
     def weighted(self, losses: Tensor, batch: Batch, batches: Batches, tokens: Tensor) -> Tensor:
         own = torch.stack([self.count(each) for each in batches]).sum()
-        return losses / own.clamp(min=1) / _data_ranks(self)
+        return losses / own.clamp(min=1) / self.data_ranks()
 
 
 @defect(cause="gradients", caught_by="tp2-plain]")
@@ -87,7 +83,7 @@ class ReportsAMeanOfMeans(ReportsByItsOwnCount):
     """NVIDIA/Megatron-LM#7207: the reported loss is the mean of the ranks' means."""
 
     def reported(self, total: Tensor, tokens: Tensor) -> float:
-        return float(self.over(total / self.own, self.data_axes()) / _data_ranks(self))
+        return float(self.over(total / self.own, self.data_axes()) / self.data_ranks())
 
 
 @defect(cause="gradients", caught_by="cp2-plain]")
@@ -96,7 +92,7 @@ class UndoesTheDataAverageAlone(Manual):
     number of data ranks."""
 
     def weighted(self, losses: Tensor, batch: Batch, batches: Batches, tokens: Tensor) -> Tensor:
-        return losses / tokens * self.size("dp") * self.size("shard") / _data_ranks(self)
+        return losses / tokens * self.size("dp") * self.size("shard") / self.data_ranks()
 
 
 @defect(cause="gradients", caught_by="dp2_shard2-plain]")
@@ -123,7 +119,7 @@ class MultipliesByAllProcesses(Manual):
     over fewer."""
 
     def weighted(self, losses: Tensor, batch: Batch, batches: Batches, tokens: Tensor) -> Tensor:
-        return losses / tokens * dist.get_world_size() / _data_ranks(self)
+        return losses / tokens * dist.get_world_size() / self.data_ranks()
 
 
 @defect(cause="gradients", caught_by="dp2-plain]")
@@ -131,7 +127,7 @@ class TakesAveragesForSums(Manual):
     """meta-pytorch/torchtune#2172: gradients that were averaged already are divided by the number of all tokens."""
 
     def weighted(self, losses: Tensor, batch: Batch, batches: Batches, tokens: Tensor) -> Tensor:
-        return losses / tokens / _data_ranks(self)
+        return losses / tokens / self.data_ranks()
 
 
 @defect(cause="gradients", caught_by="tp2-plain]")
@@ -154,9 +150,6 @@ class CountsTheFirstStep(Manual):
         found = super().tokens(batches)
         self.counted = found if self.counted is None else self.counted
         return self.counted
-
-    def reported(self, total: Tensor, tokens: Tensor) -> float:
-        return super().reported(total, tokens)
 
 
 @defect(cause="gradients", caught_by="cp2-plain]")
@@ -206,22 +199,8 @@ class PartialGradientOfTheLoss(Manual):
         return model.output(self.enter_whole(model.norm(x)))
 
 
-class _LostGradient(Manual):
-    def vocabulary_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        group, first = self.group("tp"), self.rank("tp") * logits.shape[1]
-        largest = logits.detach().amax(1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        sums = SumForward.apply((logits - largest[:, None]).exp().sum(1), group)
-        own = (targets >= first) & (targets < first + logits.shape[1])
-        picked = logits.gather(1, torch.where(own, targets - first, 0)[:, None]).squeeze(1)
-        return ((sums.log() + largest - self.correct(picked, own)) * (targets != IGNORED)).sum()
-
-    def correct(self, picked: Tensor, own: Tensor) -> Tensor:
-        return SumForward.apply(picked * own, self.group("tp"))
-
-
 @defect(cause="gradients", caught_by="tp2-plain]")
-class SumsWithoutABackward(_LostGradient):
+class SumsWithoutABackward(Manual):
     """modelscope/ms-swift#9947: the targets' logits are summed over tp by a collective that has no backward."""
 
     def correct(self, picked: Tensor, own: Tensor) -> Tensor:
@@ -229,7 +208,7 @@ class SumsWithoutABackward(_LostGradient):
 
 
 @defect(cause="masks", caught_by="tp2-plain]")
-class PicksAColumnOfOthers(_LostGradient):
+class PicksAColumnOfOthers(Manual):
     """apple/ml-cross-entropy#59: a target of another rank's words picks a column that is there, too."""
 
     def correct(self, picked: Tensor, own: Tensor) -> Tensor:
@@ -247,7 +226,7 @@ class _ByTheFirst(torch.autograd.Function):
 
 
 @defect(cause="masks", caught_by="tp2-plain]")
-class ScalesByTheFirstToken(_LostGradient):
+class ScalesByTheFirstToken(Manual):
     """NVIDIA-NeMo/Automodel#3853: each token's gradient is scaled by the first token's upstream gradient."""
 
     def correct(self, picked: Tensor, own: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class AveragesNorms(Manual):
 
     def norm(self) -> Tensor:
         own = super().norm()
-        return self.over(own, self.data_axes()) / (self.size("dp") * self.size("shard") * self.size("cp"))
+        return self.over(own, self.data_axes()) / self.data_ranks()
 
 
 @defect(cause="gradients", caught_by="[LeavesOutExperts-dp2_ep2-experts]")

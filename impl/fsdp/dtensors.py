@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from impl.distributed import PlainStateDict
+from impl.distributed import PlainStateDict, full
 
 
 class DTensorModel(PlainStateDict):
@@ -48,15 +48,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     norms = [torch.linalg.vector_norm(p.grad, dtype=dtype) for p in parameters if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return _full(norm)
+    return full(norm)
 
 
 def _copy(parameter: Tensor) -> Tensor:
-    full = _full(parameter)
+    whole = full(parameter)
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     # With a single rank the gathered tensor is the rank's shard itself.
-    return full.clone() if full.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else full
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.clone() if whole.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else whole

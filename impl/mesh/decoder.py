@@ -1,7 +1,7 @@
 """A small decoder-only transformer, under the names that plans of parallelism are written for (Llama's).
 
     model = Decoder(DecoderSize(experts=4))
-    losses, count = token_losses(model, (tokens, positions, targets))
+    loss = token_losses(model, batch) / token_count(batch)
 
 Each layer's attention views its products by heads, however many of them a rank has.
 """
@@ -143,9 +143,13 @@ class Decoder(nn.Module):
         return self.output(self.norm(x))
 
 
-def token_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The sum of the cross entropies of all targets but IGNORED ones, and their number."""
+def token_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """The sum of the cross entropies of all targets but IGNORED ones."""
     tokens, positions, targets = batch
     logits = model(tokens, positions)
-    total = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total, (targets != IGNORED).sum()
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def token_count(batch: Batch) -> Tensor:
+    """Number of targets that are not IGNORED."""
+    return (batch[2] != IGNORED).sum()

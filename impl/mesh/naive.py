@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from impl.mesh.decoder import Batch, token_losses
+from impl.mesh.decoder import Batch, token_count, token_losses
 from impl.mesh.norms import clip_, gathered_norm
 from impl.mesh.trainer import Named
 from shardmark.api import AXES, Share, register
@@ -52,10 +52,10 @@ class OneProcess:
         """Train on the whole of each micro-batch; return the loss of a token and the gradients' norm."""
         batches = [self._whole(batch) for batch in batches]
         self.optimizer.zero_grad(set_to_none=True)
-        tokens = sum(int((targets >= 0).sum()) for _, _, targets in batches)
+        tokens = sum(int(token_count(batch)) for batch in batches)
         loss = 0.0
         for batch in batches:
-            losses, _ = token_losses(self.model, batch)
+            losses = token_losses(self.model, batch)
             (losses / tokens).backward()
             loss += losses.item() / tokens
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from impl.distributed import full
+
 Group = dist.ProcessGroup
 
 
@@ -30,7 +32,7 @@ def check_norm_type(norm_type: float) -> None:
 def gathered_norm(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients, each gathered whole on every rank: what is right, in as many bytes as the model."""
     check_norm_type(norm_type)
-    whole = [(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients]
+    whole = [full(g).flatten() for g in gradients]
     return torch.linalg.vector_norm(torch.cat(whole), norm_type) if whole else torch.zeros(())
 
 

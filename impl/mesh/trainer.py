@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from impl.mesh.decoder import Batch, token_losses
+from impl.distributed import full
+from impl.mesh.decoder import Batch, token_count, token_losses
 from impl.mesh.norms import clip_, total_norm, whole_placements
 from shardmark.api import data_axes
 
@@ -67,12 +67,12 @@ class MeshTrainer:
     def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """Train on this rank's micro-batches; return the loss of a token, over all ranks, and the gradients' norm."""
         self.optimizer.zero_grad(set_to_none=True)
-        counts = torch.stack([(targets >= 0).sum() for _, _, targets in batches]).sum()
+        counts = torch.stack([token_count(batch) for batch in batches]).sum()
         tokens = self._over_data(counts)
         total = torch.zeros((), dtype=torch.float64, device=counts.device)
         for index, batch in enumerate(batches):
             with self._synchronizing(index == len(batches) - 1):
-                losses, _ = token_losses(self.model, batch)
+                losses = token_losses(self.model, batch)
                 # Averaged over the ranks, this is each token's share of all tokens of the step.
                 (losses * self._data_ranks / tokens).backward()
             total += losses.detach()
@@ -89,11 +89,11 @@ class MeshTrainer:
         """Every parameter, whole, by the model's own name. All ranks call."""
         if hasattr(self.model, "gather_full_parameters"):
             return {own_name(name): whole for name, whole in self.model.gather_full_parameters().items()}
-        return {name: _full(parameter.detach()) for name, parameter in self.parameters.items()}
+        return {name: full(parameter.detach()).clone() for name, parameter in self.parameters.items()}
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The gradients that the last step's optimizer had, whole; none of a parameter without one. All ranks call."""
-        return {name: _full(p.grad.detach()) for name, p in self.parameters.items() if p.grad is not None}
+        return {name: full(p.grad.detach()).clone() for name, p in self.parameters.items() if p.grad is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state; `load_state_dict` of a new trainer on the same mesh goes on from it."""
@@ -127,7 +127,3 @@ class MeshTrainer:
                 yield
         else:
             yield
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()

@@ -42,7 +42,7 @@ EXAMPLE = "dp=2,tp=2"
 
 
 def data_axes(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the axes along which ranks have tokens of their own."""
+    """The names of those axes along which ranks have tokens of their own."""
     return tuple(name for name in names if AXES[name] is not Share.SAME)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -159,11 +159,8 @@ def _cut(stage: Stage, composition: Composition, tp: DeviceMesh) -> None:
     plan = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")} | {"attention.wo": row}
     plan |= {"feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel(), "feed_forward.w2": row}
     if slices:
-        both: Sequence[tuple[object, object]] = ((Shard(1), Replicate()), (None, None))
         whole = PrepareModuleInput(
-            input_layouts=tuple(each for each, _ in both),  # type: ignore[arg-type]
-            desired_input_layouts=tuple(each for _, each in both),  # type: ignore[arg-type]
-            use_local_output=True,
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None), use_local_output=True
         )
         plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel(), "attention": whole}  # type: ignore[dict-item]
         plan["feed_forward"] = PrepareModuleInput(  # type: ignore[assignment]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 
+from impl.distributed import full
 from impl.mesh.trainer import own_name
-from shardmark.api import Mesh
+from shardmark.api import Mesh, Share
 from shardmark.ranks.world import RankError, World
 from studies.composed.features import CONTEXT, SCHEDULES, Composition, Stage, applied, stage_indices, whole_model
 
@@ -65,7 +66,7 @@ def in_one_process(composition: Composition, row_ranks: int) -> tuple[dict[str, 
 
 
 def on_rank(composition: Composition, mesh: Mesh, device: str) -> tuple[dict[str, Tensor], float]:
-    """The same of this rank's stages, whole."""
+    """Whole gradients of this rank's stages after clipping, and the norm that PyTorch returns there."""
     on = mesh.device_mesh(device)
     whole = whole_model(composition, device)
     rank, ranks = (on.get_local_rank("pp"), on["pp"].size()) if composition.schedule else (0, 1)
@@ -75,8 +76,8 @@ def on_rank(composition: Composition, mesh: Mesh, device: str) -> tuple[dict[str
     if composition.schedule is None and "tied" in composition:
         made[0].output.weight = made[0].tok_embeddings.weight  # type: ignore[union-attr, assignment]
     modules = [applied(each, composition, on) for each in made]
-    row_ranks = mesh.ranks([name for name in ("dp", "shard") if name in composition.axes])
-    own = mesh.index(dist.get_rank(), [name for name in ("dp", "shard") if name in composition.axes])
+    rows = mesh.along(Share.ROWS)
+    row_ranks, own = mesh.ranks(rows), mesh.index(dist.get_rank(), rows)
     passes = PASSES if "accumulation" in composition else 1
     scale = 1 / (passes * ROWS * CONTEXT)  # gradients are averaged over the ranks
     for seed in range(passes):
@@ -90,9 +91,9 @@ def on_rank(composition: Composition, mesh: Mesh, device: str) -> tuple[dict[str
     parameters = [parameter for module in modules for parameter in module.parameters()]
     norm = float("nan")
     if "clip_grad_norm_" in composition:
-        norm = _full(nn.utils.clip_grad_norm_(parameters, MAX_NORM)).item()
+        norm = full(nn.utils.clip_grad_norm_(parameters, MAX_NORM)).item()
     named = [(own_name(name), p) for module in modules for name, p in module.named_parameters()]
-    return {name: _full(p.grad.detach()).clone() for name, p in named if p.grad is not None}, norm
+    return {name: full(p.grad.detach()).clone() for name, p in named if p.grad is not None}, norm
 
 
 def _pipelined(
@@ -117,15 +118,10 @@ def _pipelined(
     running.step(*([tokens] if 0 in indices else []), **({"target": targets} if stages - 1 in indices else {}))
 
 
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def judged(composition: Composition) -> Cell:
     """Run it on ranks of its own: right, wrong or refused."""
     mesh = Mesh(tuple((axis, 2) for axis in composition.axes) or (("dp", 1),))
-    row_ranks = mesh.ranks([name for name in ("dp", "shard") if name in composition.axes])
-    gradients, norm = in_one_process(composition, row_ranks)
+    gradients, norm = in_one_process(composition, mesh.ranks(mesh.along(Share.ROWS)))
     world = World(mesh.size, "cpu")
     try:
         ranks = world.run(on_rank, composition, mesh, "cpu", deadline=SECONDS)
@@ -144,7 +140,7 @@ def differences(
     """A line for each difference from one process."""
     found = []
     for rank, (_, own) in enumerate(ranks):
-        if norm == norm and abs(own / norm - 1) > WITHIN:
+        if not isnan(norm) and abs(own / norm - 1) > WITHIN:
             found.append(f"rank {rank} has the norm {own:.6g}, and one process {norm:.6g}")
             break
     for name, right in gradients.items():
