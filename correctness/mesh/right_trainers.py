@@ -14,7 +14,8 @@ from correctness.mesh.manual import Manual
 from correctness.mesh.operators import SumForward, summed
 from correctness.mesh.right import flat_at_the_end
 from correctness.support.planting import right
-from impl.mesh import MeshTrainer, gathered_norm
+from impl.clipping import gathered_norm
+from impl.mesh import MeshTrainer
 from impl.mesh.decoder import Batch
 from shardmark.api import Unsupported
 

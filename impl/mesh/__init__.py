@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from impl.mesh.contract import Trainer, adapted
 from impl.mesh.decoder import Decoder, DecoderSize, token_losses
-from impl.mesh.norms import clip_, gathered_norm, total_norm
 from impl.mesh.trainer import MeshTrainer
 
 # Implementations register in this order, the reference first, which is the order in every list and table.
@@ -29,10 +28,7 @@ __all__ = [
     "OneProcess",
     "Trainer",
     "adapted",
-    "clip_",
-    "gathered_norm",
     "replicated",
     "token_losses",
     "torch_parallel",
-    "total_norm",
 ]

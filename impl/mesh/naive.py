@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from impl.clipping import gathered_norm, scale_
 from impl.mesh.decoder import Batch, token_count, token_losses
-from impl.mesh.norms import clip_, gathered_norm
 from impl.mesh.trainer import Named
 from shardmark.api import AXES, Share, register
 
@@ -61,7 +61,7 @@ class OneProcess:
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         norm = gathered_norm(gradients, self.norm_type)
         if torch.isfinite(norm):
-            clip_(gradients, norm, self.max_norm)
+            scale_(gradients, norm, self.max_norm)
             self.optimizer.step()
         return loss, norm.item()
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from impl.clipping import scale_, total_norm, whole_gradients
 from impl.distributed import full
 from impl.mesh.decoder import Batch, token_count, token_losses
-from impl.mesh.norms import clip_, total_norm, whole_placements
 from shardmark.api import data_axes
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -78,10 +78,10 @@ class MeshTrainer:
             total += losses.detach()
         if hasattr(self.model, "finish_gradient_synchronization"):
             self.model.finish_gradient_synchronization()
-        gradients = self._gradients()
+        gradients = whole_gradients(self.parameters.values())
         norm = total_norm(gradients, self.norm_type)
         if torch.isfinite(norm):  # it is the same on every rank
-            clip_(gradients, norm, self.max_norm)
+            scale_(gradients, norm, self.max_norm)
             self.optimizer.step()
         return (self._over_data(total) / tokens).item(), norm.item()
 
@@ -102,12 +102,6 @@ class MeshTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-
-    def _gradients(self) -> list[Tensor]:
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad = whole_placements(parameter.grad)
-        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
 
     def _over_data(self, value: Tensor) -> Tensor:
         """The sum over all ranks with tokens of their own."""

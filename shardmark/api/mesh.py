@@ -13,11 +13,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from math import prod
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group
 
 
 class Share(Enum):
@@ -71,6 +73,11 @@ class Mesh:
         if experts > 1:
             mesh.below_experts()
         return mesh
+
+    @property
+    def spec(self) -> str:
+        """The text that it was parsed from, such as "dp=2,tp=2"."""
+        return ",".join(f"{name}={size}" for name, size in self.sizes.items())
 
     @property
     def size(self) -> int:
@@ -134,13 +141,19 @@ class Mesh:
 
     def device_mesh(self, device: str) -> DeviceMesh:
         """The `DeviceMesh` of these axes on the ranks of the world, for `mesh["dp", "tp"]`; `ep` is one more name."""
-        return _device_mesh(self, device)
+        known = _device_meshes.setdefault(_get_default_group(), {})
+        if (self, device) not in known:  # its groups of ranks are made once
+            known[self, device] = _device_mesh(self, device)
+        return known[self, device]
 
     def __str__(self) -> str:
         return "_".join(f"{name}{size}" for name, size in self.sizes.items())
 
 
-@cache  # its groups of ranks are made once
+_device_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[Mesh, str], DeviceMesh]] = WeakKeyDictionary()
+"""Meshes of each world that this process has been in."""
+
+
 def _device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
     names, sizes = zip(*mesh.axes, strict=True)
     made = init_device_mesh(device, sizes, mesh_dim_names=names)

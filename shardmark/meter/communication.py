@@ -4,8 +4,8 @@
     with listening(lambda each, starting: started.append(each) if starting else None):
         model.finish_gradient_synchronization()
 
-A listener stands between torch's dispatcher and the process group. So it sees what Python, C++ (DDP's reducer) and
-compiled code start.
+A listener stands between torch's dispatcher and the process group. So it sees what Python, C++ (DDP's reducer), DTensor's
+operators and compiled code start.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ _listeners: list[Listener] = []
 _library: torch.library.Library | None = None
 _TCP_INFO_BYTES_SENT = 200
 """Where `tcpi_bytes_sent` and `tcpi_bytes_retrans` (Linux 4.19) lie in the kernel's struct tcp_info."""
-_OURS = torch._C.DispatchKey.ADInplaceOrView
-"""A dispatch key that every tensor has and c10d has no kernel for; functional collectives reach it after autograd."""
+_OURS = torch._C.DispatchKey.BackendSelect
+"""The last dispatch key before the device's own, which every call has and c10d has no kernel for. What DTensor starts
+inside an operator passes by all keys of autograd, which are done with by then."""
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def listening(listener: Listener) -> Iterator[None]:
     if _library is None:
         _library = torch.library.Library("c10d", "IMPL")
         for operator in NAMES:
-            _library.impl(operator, _kernel(operator), "ADInplaceOrView")
+            _library.impl(operator, _kernel(operator), "BackendSelect")
     _listeners.append(listener)
     try:
         yield

@@ -1,10 +1,8 @@
-"""The norm of all gradients of a mesh, and clipping by it: each parameter counts once, whatever the axes.
+"""The norm of gradients on a mesh with one all-reduce for each axis, of a few numbers.
 
     norm = total_norm([p.grad for p in parameters], 2.0)
-    clip_(gradients, norm, max_norm=1.0)
 
-A gradient is a DTensor or a whole tensor that every rank has. `torch.nn.utils.clip_grad_norm_` refuses gradients on
-several meshes, and so the ones of many models.
+`torch.nn.utils.clip_grad_norm_` refuses gradients on several meshes, and so those of many models.
 """
 
 from __future__ import annotations
@@ -14,26 +12,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from impl.distributed import full
+from impl.clipping.accounting import by_axes_peak
+from impl.clipping.base import check_norm_type, scale_, whole_gradients, whole_placements
+from shardmark.api import Race, register
 
 Group = dist.ProcessGroup
-
-
-def check_norm_type(norm_type: float) -> None:
-    """ValueError for what is no norm."""
-    if not norm_type >= 1:
-        raise ValueError(f"a norm is of type 1 or more, or infinity, not {norm_type}")
-
-
-@torch.no_grad()
-def gathered_norm(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients, each gathered whole on every rank: what is right, in as many bytes as the model."""
-    check_norm_type(norm_type)
-    whole = [full(g).flatten() for g in gradients]
-    return torch.linalg.vector_norm(torch.cat(whole), norm_type) if whole else torch.zeros(())
 
 
 @torch.no_grad()
@@ -58,22 +44,12 @@ def total_norm(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     return parts.max() if largest else parts.sum() ** (1 / norm_type)
 
 
-@torch.no_grad()
-def clip_(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients in place so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    if local:
-        torch._foreach_mul_(local, scale.to(local[0].device))
-
-
-def whole_placements(gradient: Tensor) -> Tensor:
-    """The gradient with sums over ranks that are still to be made, made."""
-    if isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements):
-        return gradient.redistribute(
-            placements=[Replicate() if each.is_partial() else each for each in gradient.placements]
-        )
-    return gradient
+def clip_by_axes(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """See `impl.clipping.Clip`."""
+    gradients = whole_gradients(parameters)
+    norm = total_norm(gradients, norm_type)
+    scale_(gradients, norm, max_norm)
+    return norm
 
 
 def _local(gradient: Tensor) -> tuple[Tensor, tuple[Group, ...]]:
@@ -95,3 +71,13 @@ def _power(shards: Sequence[Tensor], norm_type: float) -> Tensor:
         return torch.zeros((), dtype=dtype, device=shards[0].device)
     norms = torch.stack([torch.linalg.vector_norm(each, norm_type, dtype=dtype) for each in full])
     return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+register(
+    "clipping",
+    "by_axes",
+    clip_by_axes,
+    memory=by_axes_peak,
+    time=Race("library", budget=1.5, goal=1.05),
+    called="the norm by axes",
+)
