@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from correctness.clipping.gradients import (
     wholes,
 )
 from correctness.support.communication import recorded
+from correctness.support.complaints import assert_none
 from correctness.support.metering import peak_of_a_step
 from impl.clipping import gathered_norm, total_norm
 from impl.clipping.cases import ClippingCase
@@ -36,11 +36,6 @@ def _known(request: pytest.FixtureRequest, implementation: Implementation, wrong
     """Expect the failure of a defect of PyTorch's that is described."""
     if wrong and implementation.name == "library":
         request.applymarker(pytest.mark.xfail(reason=f"{why}: docs/pytorch-defects.md"))
-
-
-def assert_none(wrong: Iterable[str]) -> None:
-    if lines := [*wrong]:
-        pytest.fail("\n".join(lines[:3]), pytrace=False)
 
 
 @pytest.mark.parametrize("on", ON)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 
 from correctness.mesh.told import differences, parameters_differ
@@ -13,9 +11,9 @@ from correctness.mesh.training import (
     in_one_process,
     meet_a_bad_token_on_rank,
     resume_on_rank,
-    row_groups,
     train_on_rank,
 )
+from correctness.support.complaints import assert_none
 from shardmark.api import Implementation, Mesh
 from shardmark.plugin import WorldsBySize
 
@@ -26,15 +24,6 @@ MESHES = (
     *("dp=2,tp=2", "dp=2,shard=2", "shard=2,tp=2", "dp=2,cp=2", "dp=2,shard=2,ep=2"),
 )
 FEW = ("shard=2", "dp=2,tp=2", "dp=2,ep=2")
-SHOWN = 3
-
-
-def assert_none(wrong: Iterable[str]) -> None:
-    """Fail with the first lines."""
-    lines = [*wrong]
-    if lines:
-        more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-        pytest.fail("\n".join([*lines[:SHOWN], *more]), pytrace=False)
 
 
 @pytest.mark.meshes(*MESHES)
@@ -44,7 +33,7 @@ def test_steps_are_those_of_one_process(
 ) -> None:
     steps = KINDS[kind].steps
     ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, steps)
-    assert_none(differences(ranks, in_one_process(row_groups(mesh), kind, steps), mesh))
+    assert_none(differences(ranks, in_one_process(mesh.row_groups, kind, steps), mesh))
 
 
 @pytest.mark.meshes(*FEW)
@@ -52,7 +41,7 @@ def test_micro_batches_in_another_order_give_the_same(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
 ) -> None:
     ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, "experts", device, 3, True)
-    assert_none(differences(ranks, in_one_process(row_groups(mesh), "experts", 3), mesh))
+    assert_none(differences(ranks, in_one_process(mesh.row_groups, "experts", 3), mesh))
 
 
 @pytest.mark.meshes(*FEW)
@@ -73,4 +62,4 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(
     ranks = worlds(mesh.size).run(meet_a_bad_token_on_rank, implementation, mesh, device)
     for trace in ranks:
         trace.digests = {}
-    assert_none(differences(ranks, bad_token_in_one_process(row_groups(mesh)), mesh))
+    assert_none(differences(ranks, bad_token_in_one_process(mesh.row_groups), mesh))

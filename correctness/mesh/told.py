@@ -19,11 +19,11 @@ LATER = 100.0
 """By how much more later steps may differ, as differences grow."""
 
 
-def differences(ranks: Sequence[Trace], expected: Trace, mesh: Mesh) -> Iterator[str]:
+def differences(ranks: Sequence[Trace], expected: Trace, mesh: Mesh, within: float = WITHIN) -> Iterator[str]:
     """A line for each thing that differs from one process, the one nearest to the cause first."""
     found = ranks[0]
     for step in expected.parameters:
-        allowed = WITHIN * (LATER if step else 1)
+        allowed = within * (LATER if step else 1)
         if not isclose(found.losses[step], expected.losses[step], rel_tol=allowed):
             yield _number(f"the loss of step {step}", found.losses[step], expected.losses[step], mesh)
         norms = found.norms[step], expected.norms[step]
@@ -39,7 +39,7 @@ def differences(ranks: Sequence[Trace], expected: Trace, mesh: Mesh) -> Iterator
                 yield f"loss and norm of step {step} are {mine} on rank {rank}, and {first} on rank 0"
         if not gradients:
             yield from _tensors(found.parameters[step], expected.parameters[step], step, "parameters", allowed, mesh)
-    allowed = WITHIN * LATER
+    allowed = within * LATER
     for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
         if step not in expected.parameters:
             if not isclose(found.losses[step], loss, rel_tol=allowed):

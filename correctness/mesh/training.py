@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from impl.mesh import Decoder, DecoderSize, MeshTrainer, OneProcess
 from impl.mesh.decoder import IGNORED, Batch
-from shardmark.api import Implementation, Mesh, Share
+from shardmark.api import Implementation, Mesh
 
 CONTEXT = 12
 MAX_NORM = 1.0
@@ -98,10 +98,6 @@ def batches(row_groups: int, step: int) -> tuple[Batch, ...]:
     return tuple(found)
 
 
-def row_groups(mesh: Mesh) -> int:
-    return mesh.ranks(mesh.along(Share.ROWS))
-
-
 @dataclass
 class Trace:
     """Results of a trainer: each step's loss and norm; after some, gradients and parameters."""
@@ -116,7 +112,7 @@ class Trace:
     """Digests of the gradients and parameters after each step that is looked at."""
 
 
-def train(trainer: Any, of_step: Callable[[int], Sequence[Batch]], steps: Sequence[int]) -> Trace:
+def train(trainer: Any, of_step: Callable[[int], Sequence[Any]], steps: Sequence[int]) -> Trace:
     """Train for these steps. Gradients and parameters are kept of the first two and of the last one."""
     trace = Trace()
     kept = {*steps[:2], steps[-1]}
@@ -149,7 +145,7 @@ def own_batches(
     mesh: Mesh, device: str, step: int, backwards: bool = False, of: Callable[[int, int], Sequence[Batch]] = batches
 ) -> list[Batch]:
     """This rank's part of each micro-batch of the step."""
-    whole = of(row_groups(mesh), step)
+    whole = of(mesh.row_groups, step)
     shared = (mesh.share(batch, dist.get_rank()) for batch in (whole[::-1] if backwards else whole))
     return [(tokens.to(device), positions.to(device), targets.to(device)) for tokens, positions, targets in shared]
 
@@ -159,7 +155,12 @@ def train_on_rank(
 ) -> Trace:
     """With `backwards`, each step's micro-batches in the other order."""
     trainer = trainer_of(implementation, mesh, kind, device)
-    trace = train(trainer, partial(own_batches, mesh, device, backwards=backwards), range(steps))
+    return traced(trainer, partial(own_batches, mesh, device, backwards=backwards), steps)
+
+
+def traced(trainer: Any, of_step: Callable[[int], Sequence[Any]], steps: int) -> Trace:
+    """Train on this rank; of all ranks the first one has tensors, and the others digests of theirs."""
+    trace = train(trainer, of_step, range(steps))
     if isinstance(trainer, MeshTrainer):
         trace.local = {name: _part(parameter) for name, parameter in trainer.parameters.items()}
     for what, looked_at in (("gradients", trace.gradients), ("parameters", trace.parameters)):

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from impl.mesh.contract import Trainer, adapted
 from impl.mesh.decoder import Decoder, DecoderSize, token_losses
-from impl.mesh.trainer import MeshTrainer
+from impl.mesh.objective import Objective, mean_of
+from impl.mesh.trainer import MeshTrainer, by_mesh
 
 # Implementations register in this order, the reference first, which is the order in every list and table.
 # isort: off
@@ -25,9 +26,12 @@ __all__ = [
     "Decoder",
     "DecoderSize",
     "MeshTrainer",
+    "Objective",
     "OneProcess",
     "Trainer",
     "adapted",
+    "by_mesh",
+    "mean_of",
     "replicated",
     "token_losses",
     "torch_parallel",

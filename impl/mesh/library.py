@@ -10,22 +10,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from impl.mesh.decoder import Decoder, FeedForward
 from impl.mesh.replicated import refuse_but
-from shardmark.api import Unsupported, register
+from shardmark.api import Unsupported, find_blocks, register
 
 ATTENTION = {"wq": ColwiseParallel(), "wk": ColwiseParallel(), "wv": ColwiseParallel(), "wo": RowwiseParallel()}
 FEED_FORWARD = {"w1": ColwiseParallel(), "w2": RowwiseParallel(), "w3": ColwiseParallel()}
 
 
 def torch_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2, or HSDP where there is `dp` beside `shard`, of each layer whose products are cut over `tp`."""
-    names = refuse_but(mesh, "dp", "shard", "tp")
-    assert isinstance(model, Decoder)
-    if "tp" in names:
+    """FSDP2, or HSDP where there is `dp` beside `shard`, of each layer, whose products are cut over `tp`. Other models
+    than `Decoder` are not cut: each has a plan of its own."""
+    names = refuse_but(mesh, "dp", "shard", *(["tp"] if isinstance(model, Decoder) else []))
+    if "tp" in names and isinstance(model, Decoder):
         _cut_products(model, mesh["tp"])
     rows = tuple(name for name in ("dp", "shard") if name in names)
     if rows:
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh[rows])
+        for block in find_blocks(model):
+            fully_shard(block, mesh=mesh[rows])
         fully_shard(model, mesh=mesh[rows])
     return model
 

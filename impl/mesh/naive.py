@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from impl.clipping import gathered_norm, scale_
-from impl.mesh.decoder import Batch, token_count, token_losses
+from impl.mesh.decoder import Batch
+from impl.mesh.objective import TOKENS, Objective
 from impl.mesh.trainer import Named
 from shardmark.api import AXES, Share, register
 
@@ -42,20 +43,22 @@ class OneProcess:
         *,
         max_norm: float = 1.0,
         norm_type: float = 2.0,
+        objective: Objective = TOKENS,
     ) -> None:
         self.model = model_fn()
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = optimizer_fn(list(self.parameters.items()))
-        self.mesh, self.max_norm, self.norm_type = mesh, max_norm, norm_type
+        self.mesh, self.objective = mesh, objective
+        self.max_norm, self.norm_type = max_norm, norm_type
 
-    def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
+    def step(self, batches: Sequence[Any]) -> tuple[float, float]:
         """Train on the whole of each micro-batch; return the loss of a token and the gradients' norm."""
         batches = [self._whole(batch) for batch in batches]
         self.optimizer.zero_grad(set_to_none=True)
-        tokens = sum(int(token_count(batch)) for batch in batches)
+        tokens = sum(int(self.objective.count(batch)) for batch in batches)
         loss = 0.0
         for batch in batches:
-            losses = token_losses(self.model, batch)
+            losses = self.objective.losses(self.model, batch)
             (losses / tokens).backward()
             loss += losses.item() / tokens
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
@@ -78,7 +81,7 @@ class OneProcess:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def _whole(self, batch: Batch) -> Batch:
+    def _whole(self, batch: Any) -> Any:
         if self.mesh is None:
             return batch
         names = list(self.mesh.mesh_dim_names or ())

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from impl.clipping import scale_, total_norm, whole_gradients
 from impl.distributed import full
-from impl.mesh.decoder import Batch, token_count, token_losses
+from impl.mesh.objective import TOKENS, Objective
 from shardmark.api import data_axes
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -41,6 +42,15 @@ def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(own_name(name), parameter) for name, parameter in model.named_parameters()]
 
 
+def by_mesh(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """The parameters for an optimizer; in groups by their mesh where they have several, which PyTorch's fused and
+    foreach optimizers do not update together."""
+    meshes: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(parameters) if len(meshes) == 1 else [{"params": each} for each in meshes.values()]
+
+
 class MeshTrainer:
     """The suite's own step: see `impl.mesh.Trainer` for its contract."""
 
@@ -53,26 +63,28 @@ class MeshTrainer:
         *,
         max_norm: float = 1.0,
         norm_type: float = 2.0,
+        objective: Objective = TOKENS,
     ) -> None:
         self.model: Any = parallelize(model_fn(), mesh)
         self.parameters = dict(named(self.model))
         self.optimizer = optimizer_fn(list(self.parameters.items()))
-        self.max_norm, self.norm_type = max_norm, norm_type
+        self.max_norm, self.norm_type, self.objective = max_norm, norm_type, objective
         axes = data_axes(mesh.mesh_dim_names or ())
         self._groups = [mesh.get_group(name) for name in axes]
         self._data_ranks = 1
         for group in self._groups:
             self._data_ranks *= dist.get_world_size(group)
 
-    def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
+    def step(self, batches: Sequence[Any]) -> tuple[float, float]:
         """Train on this rank's micro-batches; return the loss of a token, over all ranks, and the gradients' norm."""
         self.optimizer.zero_grad(set_to_none=True)
-        counts = torch.stack([token_count(batch) for batch in batches]).sum()
+        device = next(iter(self.parameters.values())).device
+        counts = torch.stack([self.objective.count(batch).to(device) for batch in batches]).sum()
         tokens = self._over_data(counts)
-        total = torch.zeros((), dtype=torch.float64, device=counts.device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for index, batch in enumerate(batches):
             with self._synchronizing(index == len(batches) - 1):
-                losses = token_losses(self.model, batch)
+                losses = self.objective.losses(self.model, batch)
                 # Averaged over the ranks, this is each token's share of all tokens of the step.
                 (losses * self._data_ranks / tokens).backward()
             total += losses.detach()

@@ -133,11 +133,26 @@ class Mesh:
 
     def share(self, batch: Sequence[Tensor], rank: int) -> tuple[Tensor, ...]:
         """The part of a batch that the rank sees. All tensors are (rows, context, ...)."""
-        found = tuple(batch)
-        for dim, axes in ((0, self.along(Share.ROWS)), (1, self.along(Share.SLICES))):
-            if (parts := self.ranks(axes)) > 1:
-                found = tuple(each.tensor_split(parts, dim)[self.index(rank, axes)] for each in found)
-        return found
+        return self.slices(self._part(batch, 0, self.along(Share.ROWS), rank), rank)
+
+    def slices(self, rows: Sequence[Tensor], rank: int) -> tuple[Tensor, ...]:
+        """The rank's slices of the rows that it sees."""
+        return self._part(rows, 1, self.along(Share.SLICES), rank)
+
+    def _part(self, batch: Sequence[Tensor], dim: int, axes: Sequence[str], rank: int) -> tuple[Tensor, ...]:
+        parts = self.ranks(axes)
+        if parts == 1:
+            return tuple(batch)
+        return tuple(each.tensor_split(parts, dim)[self.index(rank, axes)] for each in batch)
+
+    @property
+    def row_groups(self) -> int:
+        """Number of groups of ranks that have rows of their own."""
+        return self.ranks(self.along(Share.ROWS))
+
+    def row_group(self, rank: int) -> int:
+        """The number of the rank's group, from 0 on: ranks with the same rows have the same."""
+        return self.index(rank, self.along(Share.ROWS))
 
     def device_mesh(self, device: str) -> DeviceMesh:
         """The `DeviceMesh` of these axes on the ranks of the world, for `mesh["dp", "tp"]`; `ep` is one more name."""

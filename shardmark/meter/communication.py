@@ -4,8 +4,8 @@
     with listening(lambda each, starting: started.append(each) if starting else None):
         model.finish_gradient_synchronization()
 
-A listener stands between torch's dispatcher and the process group. So it sees what Python, C++ (DDP's reducer), DTensor's
-operators and compiled code start.
+A listener stands between torch's dispatcher and the process group. So it sees what Python, C++ (DDP's reducer),
+DTensor's operators and compiled code start.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def listening(listener: Listener) -> Iterator[None]:
     if _library is None:
         _library = torch.library.Library("c10d", "IMPL")
         for operator in NAMES:
-            _library.impl(operator, _kernel(operator), "BackendSelect")
+            _library.impl(operator, _kernel(operator), "BackendSelect", with_keyset=True)
     _listeners.append(listener)
     try:
         yield
@@ -104,12 +104,13 @@ def _kernel(operator: str) -> Callable[..., Any]:
     overload = getattr(torch.ops.c10d, operator).default
     arguments = [argument.name for argument in overload._schema.arguments]
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    below = torch._C._dispatch_keyset_full_after(_OURS)
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         each = described(operator, dict(zip(arguments, args, strict=False)) | kwargs)
         for listener in list(_listeners):
             listener(each, True)
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_OURS)):
-            result = overload(*args, **kwargs)
+        result = overload.redispatch(keys & below, *args, **kwargs)
         for listener in list(_listeners):
             listener(each, False)
         return result

@@ -193,6 +193,24 @@ def test_flops_of_a_sharded_tensor_are_those_of_its_shard(worlds: WorldsBySize) 
     assert row["flops"] == 2 * 4 * 4 * 2 and row["operators"] == 1
 
 
+class ClipsAShard(Step):
+    """Clips gradients of which each rank has a part: DTensor sums the norm inside of an operator."""
+
+    def __init__(self) -> None:
+        super().__init__(plain)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.parameter = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
+        self.parameter.grad = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+
+    def step(self, mark: Mark) -> None:
+        nn.utils.clip_grad_norm_([self.parameter], 1.0)
+
+
+def test_collectives_that_start_inside_an_operator_are_seen(worlds: WorldsBySize) -> None:
+    row = counters_entry(worlds(2).run(counters_of, ClipsAShard))
+    assert row["collectives"] == [["all_reduce", "float32", 4, 1]] and row["bytes_sent"] == 4
+
+
 def event(name: str, kind: str, start_ns: int, end_ns: int) -> Any:
     """An event as the profiler reports it."""
     return SimpleNamespace(

@@ -1,0 +1,114 @@
+"""A user's own model (`--model`) on a mesh: ranks of one group of rows see the same batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from correctness.mesh.told import differences
+from correctness.mesh.training import Trace, traced, train
+from correctness.support.complaints import assert_none
+from correctness.support.own_model import (
+    CLOSE,
+    OWN,
+    STEPS,
+    check_what_it_draws,
+    optimizer_of,
+    own_model,
+    skipping_what_lacks_float64,
+)
+from impl.mesh import Objective, OneProcess, by_mesh, mean_of
+from impl.mesh.contract import makes_trainer
+from shardmark.api import Implementation, Mesh, NotAsked, OwnModelCase
+from shardmark.plugin import WorldsBySize
+
+
+@pytest.mark.family("mesh")
+@pytest.mark.cases(OWN)
+@pytest.mark.meshes("dp=2", "shard=2", "dp=2,tp=2")
+def test_a_users_own_model_trains_as_in_one_process(
+    implementation: Implementation, case: OwnModelCase, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    if makes_trainer(implementation.target):
+        raise NotAsked("a trainer has a loss of its own: --model is for parallelize(model, mesh)")
+    expected = _in_one_process(case, mesh.row_groups, device)
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, case, mesh, device)
+    assert_none(differences(ranks, expected, mesh, CLOSE))
+
+
+def train_on_rank(implementation: Implementation, case: OwnModelCase, mesh: Mesh, device: str) -> Trace:
+    made = own_model(case, device, 0)
+    trainer = implementation.watched(
+        lambda: made.module,
+        partial(_optimizer, case, device),
+        mesh.device_mesh(torch.device(device).type),
+        max_norm=_max_norm(case),
+        objective=_objective(case, device),
+    )
+    rank = dist.get_rank()
+
+    def of_step(step: int) -> list[Any]:
+        whole = _batches(case, device, mesh.row_group(rank), step)
+        return [(seed, *_slices(mesh, batch, rank)) for seed, *batch in whole]
+
+    return traced(trainer, of_step, STEPS)
+
+
+@cache
+def _in_one_process(case: OwnModelCase, groups: int, device: str) -> Trace:
+    """Train on the batches of all groups of rows, each as a micro-batch."""
+    made = own_model(case, device, 0)
+    check_what_it_draws(made, own_model(case, device, 0), own_model(case, device, 1))
+    objective = _objective(case, device)
+    trainer = OneProcess(
+        lambda: made.module, partial(_optimizer, case, device), None, max_norm=_max_norm(case), objective=objective
+    )
+
+    def of_step(step: int) -> list[Any]:
+        return [batch for group in range(groups) for batch in _batches(case, device, group, step)]
+
+    with skipping_what_lacks_float64(case):
+        return train(trainer, of_step, range(STEPS))
+
+
+def _batches(case: OwnModelCase, device: str, group: int, step: int) -> list[Any]:
+    """The micro-batches of a group of rows, each with a seed of its own for dropout."""
+    numbers = range(step * case.recipe.micro_batches, (step + 1) * case.recipe.micro_batches)
+    return [(1000 * number + group, *own_model(case, device, group, number).batch) for number in numbers]
+
+
+def _slices(mesh: Mesh, batch: Sequence[Any], rank: int) -> Sequence[Any]:
+    """The rank's slices of a batch; NotAsked where a mesh with slices has no second dimension to cut equally."""
+    parts = mesh.sizes.get("cp", 1)
+    if parts == 1:
+        return batch
+    if not all(isinstance(each, Tensor) and each.ndim > 1 and each.shape[1] % parts == 0 for each in batch):
+        raise NotAsked(f"its batch has no second dimension that {parts} slices divide")
+    return mesh.slices(batch, rank)
+
+
+def _objective(case: OwnModelCase, device: str) -> Objective:
+    loss = own_model(case, device, 0).loss
+
+    def seeded(model: nn.Module, seed: int, *batch: Any) -> Tensor:
+        torch.manual_seed(seed)
+        return loss(model, *batch)
+
+    return mean_of(seeded)
+
+
+def _optimizer(case: OwnModelCase, device: str, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    made = own_model(case, device, 0)
+    return optimizer_of(case, made)(by_mesh([parameter for _, parameter in named]))
+
+
+def _max_norm(case: OwnModelCase) -> float:
+    return math.inf if case.recipe.clip is None else case.recipe.clip
