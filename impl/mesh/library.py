@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from impl.mesh.decoder import Decoder, FeedForward
 from impl.mesh.replicated import refuse_but
-from shardmark.api import Unsupported, find_blocks, register
+from shardmark.api import Race, Unsupported, find_blocks, register
 
 ATTENTION = {"wq": ColwiseParallel(), "wk": ColwiseParallel(), "wv": ColwiseParallel(), "wo": RowwiseParallel()}
 FEED_FORWARD = {"w1": ColwiseParallel(), "w2": RowwiseParallel(), "w3": ColwiseParallel()}
@@ -50,4 +50,11 @@ def _cut_products(model: Decoder, tp: DeviceMesh) -> None:
         )
 
 
-register("mesh", "library", torch_parallel, tested_briefly=True, called="PyTorch's FSDP2 and tensor parallelism")
+register(
+    "mesh",
+    "library",
+    torch_parallel,
+    time=Race("naive"),
+    tested_briefly=True,
+    called="PyTorch's FSDP2 and tensor parallelism",
+)

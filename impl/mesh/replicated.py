@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.data_parallel import BucketedDataParallel
-from shardmark.api import AXES, Share, Unsupported, register
+from shardmark.api import AXES, Race, Share, Unsupported, register
 
 
 def refuse_but(mesh: DeviceMesh, *taken: str) -> list[str]:
@@ -24,4 +24,4 @@ def replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return BucketedDataParallel(model, process_group=mesh.get_group(names[0])) if names else model
 
 
-register("mesh", "replicated", replicated, called="copies of the model")
+register("mesh", "replicated", replicated, time=Race("naive"), called="copies of the model")

@@ -127,6 +127,11 @@ class Mesh:
             found = found * dict(self.axes)[name] + place[name]
         return found
 
+    def axes_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """Names of the axes along which those ranks have different places."""
+        places = [self.coordinates(rank) for rank in ranks]
+        return tuple(name for name, _ in self.axes if len({place[name] for place in places}) > 1)
+
     def ranks(self, axes: Sequence[str]) -> int:
         """Number of ranks along those axes together."""
         return prod(dict(self.axes)[name] for name in axes)

@@ -77,6 +77,8 @@ class OwnModelCase:
     recipe: Recipe = PLAIN
     checkpoints: bool = False
     """Whether the model checkpoints parts of itself; then no strategy checkpoints its blocks again."""
+    mesh: str = ""
+    """The mesh that it is trained on, as `--mesh` has it; empty: `ranks` ranks without axes."""
 
     @classmethod
     def of(cls, own: OwnModel) -> OwnModelCase:
@@ -86,7 +88,8 @@ class OwnModelCase:
 
     def __str__(self) -> str:
         optimizer = "" if self.optimizer == "AdamW" else f"-{self.optimizer}"
-        return f"{self.name}-{self.dtype}-{self.mode}{optimizer}{self.recipe}"
+        mesh = f"-{self.mesh}" if self.mesh else ""
+        return f"{self.name}-{self.dtype}-{self.mode}{optimizer}{self.recipe}{mesh}"
 
     @property
     def words(self) -> str:

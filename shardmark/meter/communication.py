@@ -15,12 +15,13 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 from torch.utils._pytree import tree_leaves
 
 NAMES = {
@@ -50,13 +51,15 @@ NAMES = {
 @dataclass(frozen=True)
 class Communication:
     """One collective or message of `nbytes` bytes: the larger of its input and its output, so the whole tensor of an
-    all-gather and of a reduce-scatter. `ranks` is the size of its process group.
+    all-gather and of a reduce-scatter. `ranks` is the size of its process group, and `group` has their numbers, as far
+    as PyTorch knows them.
     """
 
     name: str
     dtype: torch.dtype
     nbytes: int
     ranks: int
+    group: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def sent(self) -> int:
@@ -124,7 +127,8 @@ def described(operator: str, arguments: dict[str, Any]) -> Communication:
     nbytes = max((sum(tensor.nbytes for tensor in each) for each in tensors), default=0)
     dtype = next((each[0].dtype for each in tensors if each), torch.uint8)
     group = dist.ProcessGroup.unbox(arguments["process_group"])
-    return Communication(NAMES[operator], dtype, 0 if operator == "barrier" else nbytes, group.size())
+    ranks = tuple(_world.pg_group_ranks.get(group, ()))
+    return Communication(NAMES[operator], dtype, 0 if operator == "barrier" else nbytes, group.size(), ranks)
 
 
 def tcp_bytes_sent() -> int:

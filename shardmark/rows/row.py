@@ -223,6 +223,7 @@ class Counters(TypedDict, total=False):
         "[operation, dtype, bytes, times in a row] of each collective, in the order in which rank 0 began them.",
     ]
     bytes_sent: Annotated[Bytes | None, "Bytes that a rank must send for its collectives."]
+    bytes_sent_by_axis: Annotated[dict[str, Bytes], "On a mesh: `bytes_sent` by axis; filled by SentByAxis."]
     operators: Annotated[Count | None, "PyTorch operators that compute something."]
     kernels: Annotated[Count | None, "GPU kernels."]
     flops: Annotated[Flops | None, "By the formulas of torch.utils.flop_counter."]

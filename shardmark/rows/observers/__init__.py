@@ -13,6 +13,7 @@ from shardmark.rows.observers.goals import Goals
 from shardmark.rows.observers.losses import Losses
 from shardmark.rows.observers.observer import Observer
 from shardmark.rows.observers.profile import Profile
+from shardmark.rows.observers.sent_by_axis import SentByAxis
 from shardmark.rows.observers.where_memory_goes import PeakByLength, Stages, Timeline, timeline_pass
 
 __all__ = [
@@ -25,10 +26,11 @@ __all__ = [
     "Observer",
     "PeakByLength",
     "Profile",
+    "SentByAxis",
     "Stages",
     "Timeline",
     "timeline_pass",
 ]
 
-WITH_COLUMNS: tuple[type[Observer], ...] = (HiddenCommunication, Compile, Losses, Timeline)
+WITH_COLUMNS: tuple[type[Observer], ...] = (HiddenCommunication, SentByAxis, Compile, Losses, Timeline)
 """Observers whose columns any question may name, in the order of their columns."""
