@@ -30,7 +30,7 @@ def parallelize(model, mesh):
     copies, shards, tp = (size.get(name, 1) for name in ("dp", "shard", "tp"))
     if shards == 1:  # torchtitan: "DDP has not supported > 1D parallelism", and its DDP takes no unused parameters
         copies, shards = 1, copies
-    if model.size.tied and shards * tp > 1 or model.size.experts and tp > 1:
+    if (model.size.tied and shards * tp > 1) or (model.size.experts and tp > 1):
         raise Unsupported("torchtitan's Llama 3 has neither tied embeddings nor experts")
     config = JobConfig()
     config.training.mixed_precision_param = config.training.mixed_precision_reduce = "float64"

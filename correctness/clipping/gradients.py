@@ -20,7 +20,7 @@ PLACEMENTS: tuple[tuple[Placement, ...], ...] = (
     (Shard(1), Shard(1)),
 )
 SHAPES = ((5, 3), (7, 2), (2, 5), (6, 8), (3, 1))
-"""Of those placements; some ranks have no part of some."""
+"""One for each of PLACEMENTS; some ranks have no part of some."""
 ALONE, WHOLE = (4,), (3, 2)
 """Shapes of a gradient on the last axis alone, and of one that is no DTensor."""
 

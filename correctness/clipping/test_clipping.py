@@ -132,7 +132,7 @@ def sent_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> lis
 def test_one_all_reduce_for_each_axis(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
 ) -> None:
-    """Of one number for each set of axes, whatever the parameters."""
+    """It has one number for each set of axes, whatever the parameters."""
     for found in worlds(mesh.size).run(sent_on_rank, implementation, mesh, device):
         assert len(found) == sum(size > 1 for _, size in mesh.axes)
         assert all(name == "all_reduce" and nbytes <= 4 * 2**2 for name, nbytes in found), found

@@ -1,4 +1,4 @@
-"""What a trainer minimizes: a sum over batches, divided by a count."""
+"""The objective of a trainer: a sum over batches, divided by a count."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ _library: torch.library.Library | None = None
 _TCP_INFO_BYTES_SENT = 200
 """Where `tcpi_bytes_sent` and `tcpi_bytes_retrans` (Linux 4.19) lie in the kernel's struct tcp_info."""
 _OURS = torch._C.DispatchKey.BackendSelect
-"""The last dispatch key before the device's own, which every call has and c10d has no kernel for. What DTensor starts
-inside an operator passes by all keys of autograd, which are done with by then."""
+"""The last dispatch key before the device's own, which every call has and c10d has no kernel for. DTensor's
+collectives inside an operator pass by all keys of autograd, which are done with by then."""
 
 
 @contextmanager
