@@ -48,6 +48,13 @@ def test_each_technique_in_one_file_is_right(selection: list[str]) -> None:
 
 
 @pytest.mark.sweep
+def test_a_model_that_is_cut_and_sharded_is_right() -> None:
+    own = "examples/parallelize.py"
+    status, output = pytest_says(ROOT, "correctness", f"--model={own}:make", f"--impl=mesh={own}:parallelize")
+    assert status == 0 and "mesh=parallelize is right: 3 of 3 contract checks passed" in output, output
+
+
+@pytest.mark.sweep
 @extent
 def test_the_wrong_one_is_wrong_only_where_keys_take_several_tiles(selection: list[str]) -> None:
     status, output = pytest_says(ROOT, "correctness/attention", "-vv", *selection, f"--impl={WRONG}")
