@@ -1,4 +1,4 @@
-"""The closed form of clipping, against the meter and against what is sent."""
+"""The closed form of clipping, against the meter."""
 
 from __future__ import annotations
 

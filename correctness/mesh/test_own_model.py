@@ -27,7 +27,7 @@ from correctness.support.own_model import (
 )
 from impl.mesh import Objective, OneProcess, by_mesh, mean_of
 from impl.mesh.contract import makes_trainer
-from shardmark.api import Implementation, Mesh, NotAsked, OwnModelCase
+from shardmark.api import Implementation, Loss, Made, Mesh, NotAsked, OwnModelCase
 from shardmark.plugin import WorldsBySize
 
 
@@ -48,10 +48,10 @@ def train_on_rank(implementation: Implementation, case: OwnModelCase, mesh: Mesh
     made = own_model(case, device, 0)
     trainer = implementation.watched(
         lambda: made.module,
-        partial(_optimizer, case, device),
+        partial(_optimizer, case, made),
         mesh.device_mesh(torch.device(device).type),
         max_norm=_max_norm(case),
-        objective=_objective(case, device),
+        objective=_objective(made.loss),
     )
     rank = dist.get_rank()
 
@@ -67,9 +67,12 @@ def _in_one_process(case: OwnModelCase, groups: int, device: str) -> Trace:
     """Train on the batches of all groups of rows, each as a micro-batch."""
     made = own_model(case, device, 0)
     check_what_it_draws(made, own_model(case, device, 0), own_model(case, device, 1))
-    objective = _objective(case, device)
     trainer = OneProcess(
-        lambda: made.module, partial(_optimizer, case, device), None, max_norm=_max_norm(case), objective=objective
+        lambda: made.module,
+        partial(_optimizer, case, made),
+        None,
+        max_norm=_max_norm(case),
+        objective=_objective(made.loss),
     )
 
     def of_step(step: int) -> list[Any]:
@@ -95,9 +98,7 @@ def _slices(mesh: Mesh, batch: Sequence[Any], rank: int) -> Sequence[Any]:
     return mesh.slices(batch, rank)
 
 
-def _objective(case: OwnModelCase, device: str) -> Objective:
-    loss = own_model(case, device, 0).loss
-
+def _objective(loss: Loss) -> Objective:
     def seeded(model: nn.Module, seed: int, *batch: Any) -> Tensor:
         torch.manual_seed(seed)
         return loss(model, *batch)
@@ -105,8 +106,7 @@ def _objective(case: OwnModelCase, device: str) -> Objective:
     return mean_of(seeded)
 
 
-def _optimizer(case: OwnModelCase, device: str, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    made = own_model(case, device, 0)
+def _optimizer(case: OwnModelCase, made: Made, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
     return optimizer_of(case, made)(by_mesh([parameter for _, parameter in named]))
 
 

@@ -1,4 +1,4 @@
-"""Clipping in closed form: bytes at the peak of one rank, bytes moved and sent."""
+"""Clipping in closed form: bytes at the peak of one rank, bytes moved."""
 
 from __future__ import annotations
 

@@ -74,8 +74,6 @@ def _of_own_model(
         batch: Sequence[Any] = made(case).batch
         torch.manual_seed(0)
         own = made(case)
-    if mesh.sizes.get("cp", 1) > 1:
-        batch = mesh.slices(batch, rank)
     trainer = implementation.adapted(
         lambda: own.module,
         lambda named: own.optimizer(by_mesh([parameter for _, parameter in named])),
@@ -83,4 +81,4 @@ def _of_own_model(
         max_norm=math.inf if case.recipe.clip is None else case.recipe.clip,
         objective=mean_of(own.loss),
     )
-    return trainer, [tuple(batch)] * case.recipe.micro_batches
+    return trainer, [mesh.slices(batch, rank)] * case.recipe.micro_batches
