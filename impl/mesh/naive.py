@@ -12,13 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from impl.clipping import gathered_norm, scale_
-from impl.mesh.decoder import Batch
 from impl.mesh.objective import TOKENS, Objective
 from impl.mesh.trainer import Named
 from shardmark.api import AXES, Share, register
 
 
-def whole(parts: Mapping[tuple[int, ...], Batch], axes: Sequence[str]) -> Batch:
+def whole(parts: Mapping[tuple[int, ...], Any], axes: Sequence[str]) -> Any:
     """The batch of one process, from its parts by coordinates along those axes, the outermost first."""
     if not axes:
         return parts[()]
@@ -27,8 +26,7 @@ def whole(parts: Mapping[tuple[int, ...], Batch], axes: Sequence[str]) -> Batch:
         whole({place[1:]: part for place, part in parts.items() if place[0] == index}, axes[1:])
         for index in sorted({place[0] for place in parts})
     ]
-    tokens, positions, targets = (torch.cat(tensors, dim) for tensors in zip(*inner, strict=True))
-    return tokens, positions, targets
+    return tuple(torch.cat(tensors, dim) for tensors in zip(*inner, strict=True))
 
 
 class OneProcess:

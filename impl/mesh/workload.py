@@ -66,7 +66,7 @@ def _of_own_model(
     implementation: Implementation, case: OwnModelCase, mesh: Mesh, on: Any, device: str
 ) -> tuple[Any, list[Any]]:
     """The trainer of a user's own model, and its micro-batches, drawn by the rank's group of rows."""
-    if makes_trainer(implementation.target):
+    if makes_trainer(implementation.target) and not implementation.accepts("objective"):
         raise Unsupported("a trainer has a loss of its own: --model is for parallelize(model, mesh)")
     rank = dist.get_rank()
     with torch.device(device):
