@@ -18,7 +18,7 @@ from torch.nn.functional import embedding, silu
 
 from correctness.mesh.operators import Gather, Group, Scatter, equal_part, summed
 from impl.mesh import Decoder
-from impl.mesh.decoder import Attention, Experts, FeedForward, MixtureOfExperts
+from impl.mesh.decoder import Attention, Experts, FeedForward, Layer, MixtureOfExperts
 from shardmark.api import Unsupported
 
 SEQUENCE = 1
@@ -76,6 +76,8 @@ class CutModel:
 
     def cut(self) -> None:
         for index, layer in enumerate(self.model.layers):
+            if not isinstance(layer, Layer):  # of another stage
+                continue
             if self.group("tp") is not None or self.group("cp") is not None:
                 self.cut_attention(layer.attention, f"layers.{index}.attention")
             feed_forward = layer.feed_forward

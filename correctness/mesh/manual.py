@@ -39,9 +39,13 @@ class Manual(CutModel):
         assert isinstance(model, Decoder)
         super().__init__(model, mesh)
         self.max_norm = max_norm
-        self.parameters = dict(model.named_parameters())
+        self.parameters = self.named()
         self.pieces = {name: self.piece(name, p) for name, p in self.parameters.items() if p.requires_grad}
         self.optimizer = self.make_optimizer(optimizer_fn)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, each once, under the names of the whole model's."""
+        return dict(self.model.named_parameters())
 
     # A step.
 
@@ -49,11 +53,7 @@ class Manual(CutModel):
         for parameter in self.parameters.values():
             parameter.grad = None
         tokens = self.tokens(batches)
-        total = torch.zeros((), dtype=torch.float64)
-        for index, batch in enumerate(batches):
-            losses = self.losses(batch)
-            self.backward(self.weighted(losses, batch, batches, tokens), index == len(batches) - 1)
-            total = total + losses.detach()
+        total = self.run(batches, tokens)
         self.reduce_gradients()
         self.give_pieces()
         norm = self.norm()
@@ -61,6 +61,15 @@ class Manual(CutModel):
             self.clip(norm)
             self.update()
         return self.reported(total, tokens), float(norm)
+
+    def run(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        """Every forward and backward pass; returns the sum of the losses of this rank's targets."""
+        total = torch.zeros((), dtype=torch.float64)
+        for index, batch in enumerate(batches):
+            losses = self.losses(batch)
+            self.backward(self.weighted(losses, batch, batches, tokens), index == len(batches) - 1)
+            total = total + losses.detach()
+        return total
 
     def count(self, batch: Batch) -> Tensor:
         return token_count(batch)

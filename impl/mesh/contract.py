@@ -42,9 +42,9 @@ class Trainer(Protocol):
     `torch.nn.utils.clip_grad_norm_` does; a step whose norm is not finite changes nothing on any rank.
     """
 
-    def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
+    def step(self, batches: Sequence[Batch]) -> tuple[float | Tensor, float | Tensor]:
         """Train on this rank's part of each micro-batch: (tokens, positions, targets), each (rows, context) int64.
-        Returns the loss and the norm before clipping, the same on every rank."""
+        Returns the loss and the norm before clipping, the same on every rank, as numbers or tensors of one."""
         ...
 
     def full_parameters(self) -> Mapping[str, Tensor]:

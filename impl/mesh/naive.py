@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from impl.clipping import gathered_norm, scale_
 from impl.mesh.objective import TOKENS, Objective
 from impl.mesh.trainer import Named
-from shardmark.api import AXES, Share, register
+from shardmark.api import AXES, Mesh, Share, register
 
 
 def whole(parts: Mapping[tuple[int, ...], Any], axes: Sequence[str]) -> Any:
@@ -49,22 +49,22 @@ class OneProcess:
         self.mesh, self.objective = mesh, objective
         self.max_norm, self.norm_type = max_norm, norm_type
 
-    def step(self, batches: Sequence[Any]) -> tuple[float, float]:
+    def step(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Train on the whole of each micro-batch; return the loss of a token and the gradients' norm."""
         batches = [self._whole(batch) for batch in batches]
         self.optimizer.zero_grad(set_to_none=True)
         tokens = sum(int(self.objective.count(batch)) for batch in batches)
-        loss = 0.0
+        total = torch.zeros((), dtype=torch.float64)
         for batch in batches:
             losses = self.objective.losses(self.model, batch)
             (losses / tokens).backward()
-            loss += losses.item() / tokens
+            total += losses.detach().cpu()
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         norm = gathered_norm(gradients, self.norm_type)
         if torch.isfinite(norm):
             scale_(gradients, norm, self.max_norm)
             self.optimizer.step()
-        return loss, norm.item()
+        return total / tokens, norm
 
     def full_parameters(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
@@ -82,13 +82,17 @@ class OneProcess:
     def _whole(self, batch: Any) -> Any:
         if self.mesh is None:
             return batch
-        names = list(self.mesh.mesh_dim_names or ())
-        axes = [name for share in (Share.ROWS, Share.SLICES) for name in names if AXES[name] is share]
-        place = dict(zip(names, self.mesh.get_coordinate() or (), strict=True))
-        own = tuple(place[name] for name in axes), batch
-        every_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every_rank, own)
-        return whole(dict(every_rank), axes)
+        sizes = zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)
+        mesh = Mesh(tuple(sizes))
+        axes = [*mesh.along(Share.ROWS), *mesh.along(Share.SLICES)]
+        if not axes:
+            return batch
+        every_rank: list[Any] = [None] * mesh.size
+        dist.all_gather_object(every_rank, batch)
+        places = map(mesh.coordinates, range(mesh.size))
+        return whole(
+            {tuple(place[name] for name in axes): each for place, each in zip(places, every_rank, strict=True)}, axes
+        )
 
 
 register("mesh", "naive", OneProcess, called="one process on every rank")

@@ -75,8 +75,9 @@ class MeshTrainer:
         for group in self._groups:
             self._data_ranks *= dist.get_world_size(group)
 
-    def step(self, batches: Sequence[Any]) -> tuple[float, float]:
-        """Train on this rank's micro-batches; return the loss of a token, over all ranks, and the gradients' norm."""
+    def step(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Train on this rank's micro-batches; return the loss of a token, over all ranks, and the gradients' norm, as
+        tensors: the host need not wait for them."""
         self.optimizer.zero_grad(set_to_none=True)
         device = next(iter(self.parameters.values())).device
         counts = torch.stack([self.objective.count(batch).to(device) for batch in batches]).sum()
@@ -95,7 +96,7 @@ class MeshTrainer:
         if torch.isfinite(norm):  # it is the same on every rank
             scale_(gradients, norm, self.max_norm)
             self.optimizer.step()
-        return (self._over_data(total) / tokens).item(), norm.item()
+        return self._over_data(total) / tokens, norm
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, by the model's own name. All ranks call."""

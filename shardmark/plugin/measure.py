@@ -56,6 +56,9 @@ class Measure(Admission):
     A test that measures by its own means saves its row with `record`.
     """
 
+    _unbudgeted: str | None = None
+    """Why the case has no memory budget, where a prediction failed."""
+
     def __call__(
         self,
         workload: type[Workload],
@@ -113,6 +116,8 @@ class Measure(Admission):
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=self.deadline)
         )
+        if self._unbudgeted:  # a case that the implementation refuses has been skipped
+            self._item.warn(pytest.PytestWarning(self._unbudgeted))
 
         def again() -> list[list[Measured]]:
             return self._in_fresh_processes(plan, ranks, race, self._case_key(identity, step), self.deadline)
@@ -219,7 +224,7 @@ class Measure(Admission):
         except Exception as error:
             if session.simulated and not isinstance(error, registry.Unsupported):
                 raise  # a real run goes on without
-            self._item.warn(pytest.PytestWarning(f"{plan.implementation} has no memory budget: {error}"))
+            self._unbudgeted = f"{plan.implementation} has no memory budget: {error}"
             return None
 
     def _limits(self, race: Race | None) -> Limits | None:
