@@ -1,4 +1,4 @@
-"""Compile a Triton kernel of attention for a chip, in the process of the fixture `compiling`."""
+"""Compile kernels of attention for a chip, in the process of the fixture `compiling`."""
 
 from typing import Any
 
@@ -29,3 +29,16 @@ def compile_tile(kernel: str, arithmetic: str, chip: int, columns: int, tile: tu
         flash_triton._Launch(q, k, is_causal=True)(kernel, lse=lse, **operands[kernel])
     (report,) = reports
     return report
+
+
+def compile_step(head_dim: int, is_causal: bool) -> Any:
+    """Return the `KernelReport` of each of `flash_gluon`'s kernels, in order."""
+    from impl.attention import flash_gluon
+    from shardmark.meter.aot import compile_only
+
+    q, k = (torch.empty(2, heads, 256, head_dim, dtype=torch.bfloat16) for heads in (4, 2))
+    lse = torch.empty(q.shape[:-1])
+    with compile_only(flash_gluon.HOPPER) as reports:
+        flash_gluon.forward(q, k, k, is_causal)
+        flash_gluon.backward(is_causal, q, k, k, q, lse, q)
+    return reports

@@ -175,7 +175,7 @@ READABLE = {
 @pytest.mark.parametrize("view", READABLE)
 def test_what_a_tensor_descriptor_cannot_read_is_known(view: str) -> None:
     make, readable = READABLE[view]
-    assert flash_triton._is_readable(make(torch.zeros(2, 3, 40, 64, dtype=torch.float16))) == readable
+    assert flash_triton.is_readable(make(torch.zeros(2, 3, 40, 64, dtype=torch.float16))) == readable
 
 
 Launch = tuple[str, tuple[Any, ...], dict[str, Any]]

@@ -218,7 +218,8 @@ def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, 
         if not torch.allclose(local(after), expected, rtol=1e-6, atol=1e-7):
             return "with compute_dtype=bfloat16 a small step of the optimizer is rounded away"
     expected_steps = {
-        name: value - before for (name, value), before in zip(full(model).items(), gathered.values(), strict=True)
+        name: value - before.to(value.device)
+        for (name, value), before in zip(full(model).items(), gathered.values(), strict=True)
     }
     return "" if any(step.any() for step in expected_steps.values()) else "a small step of the optimizer is lost"
 

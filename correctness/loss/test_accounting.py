@@ -73,12 +73,12 @@ def test_a_chunk_costs_nothing_at_the_peak_of_half_precision() -> None:
 
 @pytest.mark.should("nothing is computed for gradients that nobody asks for")
 @pytest.mark.parametrize("how", ["no_grad", "frozen", "frozen_weight"])
-def test_without_gradients_wanted_none_are_made(implementation: Implementation, how: str) -> None:
+def test_without_gradients_wanted_none_are_made(implementation: Implementation, how: str, device: str) -> None:
     if not implementation.name.startswith("fused"):
         pytest.skip(f"{implementation.name} makes gradients in backward")
     case = LossCase(64, 64, 512)
-    with meter("cpu") as memory:
-        step = LossStep(implementation, case, "cpu")
+    with meter(device) as memory:
+        step = LossStep(implementation, case, device)
         step.weight.requires_grad_(how == "no_grad")
         step.hidden.requires_grad_(how != "frozen")
         memory.reset_peak()

@@ -19,9 +19,8 @@ from correctness.mesh.cut_model import CutModel
 from correctness.mesh.operators import SumForward, joined
 from impl.mesh import Decoder
 from impl.mesh.decoder import IGNORED, Batch, token_count
+from impl.mesh.trainer import Named
 from shardmark.api import Mesh
-
-Named = Sequence[tuple[str, nn.Parameter]]
 
 
 class Manual(CutModel):

@@ -94,7 +94,7 @@ class Pipelined(Manual):
         self.under_way.append((dist.isend(x, group=self.group("pp"), group_dst=to), x))
 
     def receive(self, batch: Batch) -> Tensor:
-        """What the stage before gives of a micro-batch."""
+        """The stage before sends its output of a micro-batch."""
         like = next(iter(self.parameters.values()))
         x = torch.empty(*batch[0].shape, self.model.size.dim, dtype=like.dtype, device=like.device)
         dist.recv(x, group=self.group("pp"), group_src=self.rank("pp") - 1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from correctness.mesh.told import differences
+from correctness.mesh.differences import differences
 from correctness.mesh.training import Trace, traced, train
 from correctness.support.complaints import assert_none
 from correctness.support.own_model import (
@@ -79,7 +79,7 @@ def _in_one_process(case: OwnModelCase, groups: int, device: str) -> Trace:
         return [batch for group in range(groups) for batch in _batches(case, device, group, step)]
 
     with skipping_what_lacks_float64(case):
-        return train(trainer, of_step, range(STEPS))
+        return train(trainer, of_step, range(STEPS), _max_norm(case))
 
 
 def _batches(case: OwnModelCase, device: str, group: int, step: int) -> list[Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from correctness.mesh.told import differences, parameters_differ
+from correctness.mesh.differences import differences, resumption_differs
 from correctness.mesh.training import (
     KINDS,
     bad_token_in_one_process,
     in_one_process,
+    max_norm_of,
     meet_a_bad_token_on_rank,
     resume_on_rank,
     train_on_rank,
@@ -25,6 +26,7 @@ MESHES = (
     *("pp=2", "pp=2,dp=2"),
 )
 FEW = ("shard=2", "dp=2,tp=2", "dp=2,ep=2")
+LARGE = ("dp=2,shard=3", "dp=2,shard=2,tp=2")
 
 
 @pytest.mark.meshes(*MESHES)
@@ -33,16 +35,19 @@ def test_steps_are_those_of_one_process(
     implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
 ) -> None:
     steps = KINDS[kind].steps
-    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, steps)
-    assert_none(differences(ranks, in_one_process(mesh.row_groups, kind, steps), mesh))
+    expected = in_one_process(mesh.row_groups, kind, steps)
+    assert min(expected.norms) < expected.max_norm < max(expected.norms), "clipping must change some steps, not all"
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, steps, expected.max_norm)
+    assert_none(differences(ranks, expected, mesh))
 
 
-@pytest.mark.meshes(*FEW)
+@pytest.mark.meshes(*FEW, *LARGE)
 def test_micro_batches_in_another_order_give_the_same(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
 ) -> None:
-    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, "experts", device, 3, True)
-    assert_none(differences(ranks, in_one_process(mesh.row_groups, "experts", 3), mesh))
+    expected = in_one_process(mesh.row_groups, "experts", 3)
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, "experts", device, 3, expected.max_norm, True)
+    assert_none(differences(ranks, expected, mesh))
 
 
 @pytest.mark.meshes(*FEW)
@@ -50,9 +55,10 @@ def test_micro_batches_in_another_order_give_the_same(
 def test_training_goes_on_from_what_was_saved(
     implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
 ) -> None:
-    ranks = worlds(mesh.size).run(resume_on_rank, implementation, mesh, kind, device)
+    max_norm = max_norm_of(mesh.row_groups, kind)
+    ranks = worlds(mesh.size).run(resume_on_rank, implementation, mesh, kind, device, max_norm)
     assert_none(
-        line for rank, (went_on, resumed) in enumerate(ranks) for line in parameters_differ(rank, resumed, went_on)
+        line for rank, (went_on, resumed) in enumerate(ranks) for line in resumption_differs(rank, resumed, went_on)
     )
 
 
@@ -60,7 +66,8 @@ def test_training_goes_on_from_what_was_saved(
 def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
 ) -> None:
-    ranks = worlds(mesh.size).run(meet_a_bad_token_on_rank, implementation, mesh, device)
+    expected = bad_token_in_one_process(mesh.row_groups)
+    ranks = worlds(mesh.size).run(meet_a_bad_token_on_rank, implementation, mesh, device, expected.max_norm)
     for trace in ranks:
         trace.digests = {}
-    assert_none(differences(ranks, bad_token_in_one_process(mesh.row_groups), mesh))
+    assert_none(differences(ranks, expected, mesh))

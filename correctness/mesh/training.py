@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from io import BytesIO
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,7 +22,6 @@ from impl.mesh.decoder import IGNORED, Batch
 from shardmark.api import Implementation, Mesh
 
 CONTEXT = 12
-MAX_NORM = 1.0
 
 
 class WithASpare(Decoder):
@@ -69,8 +70,8 @@ def model_of(kind: str, device: str) -> Decoder:
 
 
 def optimizer_of(kind: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Norms do not decay, nor what has no gradient (a wrapper may give it zeros), and embeddings learn faster: groups
-    that are told apart by names."""
+    """Groups by names: norms do not decay, nor does what has no gradient (a wrapper may give it zeros), and embeddings
+    learn faster."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
         if parameter.requires_grad:
@@ -102,6 +103,8 @@ def batches(row_groups: int, step: int) -> tuple[Batch, ...]:
 class Trace:
     """Results of a trainer: each step's loss and norm; after some, gradients and parameters."""
 
+    max_norm: float = math.inf
+    """Gradients were clipped to it."""
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -111,13 +114,22 @@ class Trace:
     digests: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
     """Digests of the gradients and parameters after each step that is looked at."""
 
+    def scale(self, norm: float) -> float:
+        """What clipping multiplies gradients of that norm with."""
+        return min(1.0, self.max_norm / (norm + 1e-6))
 
-def train(trainer: Any, of_step: Callable[[int], Sequence[Any]], steps: Sequence[int]) -> Trace:
+
+def train(
+    trainer: Any, of_step: Callable[[int], Sequence[Any]], steps: Sequence[int], max_norm: float = math.inf
+) -> Trace:
     """Train for these steps. Gradients and parameters are kept of the first two and of the last one."""
-    trace = Trace()
+    trace = Trace(max_norm)
     kept = {*steps[:2], steps[-1]}
     for step in steps:
-        loss, norm = trainer.step(of_step(step))
+        returned = trainer.step(of_step(step))
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise TypeError(f"step returned {type(returned).__name__}, not (loss, norm)")
+        loss, norm = returned
         trace.losses.append(float(loss))
         trace.norms.append(float(norm))
         if step in kept:
@@ -130,14 +142,26 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
+@cache
+def max_norm_of(groups: int, kind: str) -> float:
+    """The middle of the norms of the first steps, for that many groups of rows: some steps are clipped, others not."""
+    norms = train(one_process(kind, math.inf), partial(batches, groups), range(6)).norms
+    return float(f"{median(norms):.2g}")
+
+
 def trainer_of(
-    implementation: Implementation, mesh: Mesh, kind: str, device: str, of: Callable[[str, str], Decoder] = model_of
+    implementation: Implementation,
+    mesh: Mesh,
+    kind: str,
+    device: str,
+    max_norm: float,
+    of: Callable[[str, str], Decoder] = model_of,
 ) -> Any:
     return implementation.watched(
         partial(of, kind, device),
         partial(optimizer_of, kind),
         mesh.device_mesh(torch.device(device).type),
-        max_norm=MAX_NORM,
+        max_norm=max_norm,
     )
 
 
@@ -151,10 +175,16 @@ def own_batches(
 
 
 def train_on_rank(
-    implementation: Implementation, mesh: Mesh, kind: str, device: str, steps: int, backwards: bool = False
+    implementation: Implementation,
+    mesh: Mesh,
+    kind: str,
+    device: str,
+    steps: int,
+    max_norm: float,
+    backwards: bool = False,
 ) -> Trace:
     """With `backwards`, each step's micro-batches in the other order."""
-    trainer = trainer_of(implementation, mesh, kind, device)
+    trainer = trainer_of(implementation, mesh, kind, device, max_norm)
     return traced(trainer, partial(own_batches, mesh, device, backwards=backwards), steps)
 
 
@@ -175,13 +205,7 @@ def _part(parameter: Tensor) -> tuple[Any, str]:
     if not isinstance(parameter, DTensor):
         return "whole", _digest(parameter.detach())
     place = parameter.device_mesh.get_coordinate() or []
-    cut = [
-        (name, where)
-        for name, where, each in zip(
-            parameter.device_mesh.mesh_dim_names or (), place, parameter.placements, strict=False
-        )
-        if not each.is_replicate()
-    ]
+    cut = [(dim, place[dim]) for dim, each in enumerate(parameter.placements) if not each.is_replicate()]
     return tuple(cut), _digest(parameter.to_local().detach())
 
 
@@ -189,15 +213,15 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def resume_on_rank(implementation: Implementation, mesh: Mesh, kind: str, device: str) -> list[Trace]:
+def resume_on_rank(implementation: Implementation, mesh: Mesh, kind: str, device: str, max_norm: float) -> list[Trace]:
     """Train, save, and train on; load what was saved into a new trainer, and train on as well."""
-    trainer, saved = trainer_of(implementation, mesh, kind, device), BytesIO()
+    trainer, saved = trainer_of(implementation, mesh, kind, device, max_norm), BytesIO()
     own = partial(own_batches, mesh, device)
     train(trainer, own, range(2))
     torch.save(trainer.state_dict(), saved)
     going_on = range(2, 5)
     went_on = train(trainer, own, going_on)
-    again = trainer_of(implementation, mesh, kind, device)
+    again = trainer_of(implementation, mesh, kind, device, max_norm)
     saved.seek(0)
     again.load_state_dict(torch.load(saved, weights_only=False))
     resumed = train(again, own, going_on)
@@ -225,13 +249,15 @@ def _with_a_bad_embedding(kind: str, device: str) -> Decoder:
     return model
 
 
-def meet_a_bad_token_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> Trace:
-    trainer = trainer_of(implementation, mesh, "plain", device, _with_a_bad_embedding)
+def meet_a_bad_token_on_rank(implementation: Implementation, mesh: Mesh, device: str, max_norm: float) -> Trace:
+    trainer = trainer_of(implementation, mesh, "plain", device, max_norm, _with_a_bad_embedding)
     return _without_bad(train(trainer, partial(own_batches, mesh, device, of=with_a_bad_token), range(3)))
 
 
 def bad_token_in_one_process(groups: int) -> Trace:
-    return _without_bad(train(one_process("plain", _with_a_bad_embedding), partial(with_a_bad_token, groups), range(3)))
+    max_norm = max_norm_of(groups, "plain")
+    trainer = one_process("plain", max_norm, _with_a_bad_embedding)
+    return _without_bad(train(trainer, partial(with_a_bad_token, groups), range(3), max_norm))
 
 
 def _without_bad(trace: Trace) -> Trace:
@@ -243,11 +269,12 @@ def _without_bad(trace: Trace) -> Trace:
     return trace
 
 
-def one_process(kind: str, of: Callable[[str, str], Decoder] = model_of) -> OneProcess:
-    return OneProcess(partial(of, kind, "cpu"), partial(optimizer_of, kind), None, max_norm=MAX_NORM)
+def one_process(kind: str, max_norm: float, of: Callable[[str, str], Decoder] = model_of) -> OneProcess:
+    return OneProcess(partial(of, kind, "cpu"), partial(optimizer_of, kind), None, max_norm=max_norm)
 
 
 @cache
 def in_one_process(groups: int, kind: str, steps: int) -> Trace:
     """The trace of one process that trains on whole batches, which ranks see as that many groups of rows."""
-    return train(one_process(kind), partial(batches, groups), range(steps))
+    max_norm = max_norm_of(groups, kind)
+    return train(one_process(kind, max_norm), partial(batches, groups), range(steps), max_norm)

@@ -152,7 +152,7 @@ def _assert_loaded(saved: Options, after: Options) -> None:
             loaded = after["state"].get(i, {}).get(name)
             found = "nothing" if loaded is None else f"{loaded.dtype}"
             if loaded is not None and loaded.dtype == value.dtype:
-                if torch.equal(loaded, value):
+                if torch.equal(loaded.cpu(), value.cpu()):
                     continue
                 found += f", off by {(loaded.double() - value.double()).abs().max().item():.3g}"
             raise AssertionError(f"loading changed {name!r} of parameter {i}\nfound {found}, expected {value.dtype}")

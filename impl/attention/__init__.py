@@ -20,14 +20,17 @@ from impl.attention.flash_pytorch import FlashAttentionPyTorch
 # isort: on
 
 if NO_TRITON is None:
-    from impl.attention.flash_triton import FlashAttentionTriton
+    from impl.attention.flash_triton import FlashAttentionTriton  # isort: skip
+    from impl.attention.flash_gluon import FlashAttentionGluon  # isort: skip
 else:
     register("attention", "flash_triton", None, requires=(requires_triton,), called="FlashAttention in Triton")
+    register("attention", "flash_gluon", None, requires=(requires_triton,), called="FlashAttention in Gluon")
 
 from impl.attention.library import sdpa, sdpa_backend
 
 __all__ = [
     "Attention",
+    "FlashAttentionGluon",
     "FlashAttentionPyTorch",
     "FlashAttentionTriton",
     "as_attention",

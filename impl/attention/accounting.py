@@ -102,6 +102,16 @@ def flash_triton_peak(case: AttentionCase) -> Bytes:
     return flash_peak(case).add({"delta": 0 if case.mode == "forward" else batch * seq * 4})
 
 
+def flash_gluon_peak(case: AttentionCase) -> Bytes:
+    """Peak of `flash_gluon`, in bytes: `flash_peak`, and backward the float32 buffer of q's gradient and two float32 a
+    row, of rows that are padded to a multiple of 64."""
+    if case.mode == "forward":
+        return flash_peak(case)
+    batch, seq, head_dim, _ = _sizes(case)
+    rows = batch * (seq + -seq % 64)
+    return flash_peak(case).add({"gradient of q in float32": 4 * rows * head_dim, "statistics of rows": 8 * rows})
+
+
 def sdpa_math_peak(case: AttentionCase) -> Bytes:
     """Peak of SDPA's math backend, in bytes: q and k scaled beforehand, half precision computed in float32."""
     batch, seq, head_dim, size = _sizes(case)

@@ -156,16 +156,22 @@ class _Launch:
     def _operand(self, x: Tensor, heads: int, tma: bool) -> TensorDescriptor | tuple[Tensor, int, int, int]:
         """`x` as (batch, heads, seq, head_dim), in the form that the kernels read; copied only where they cannot."""
         x = x.to(self.dtype).reshape(self.batch, heads, *x.shape[-2:])
-        if not (_is_readable(x) if tma else x.stride(-1) == 1):
-            x = x.clone(memory_format=torch.contiguous_format)
-        if not tma:
-            return (x, *x.stride()[:3])
-        # The stride of a dimension of size 1 has no meaning and may be any number, so it is replaced by a valid one.
-        strides = [self.head_dim if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
-        return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, 1, 16])  # the configuration sets the rows
+        if tma:
+            return TensorDescriptor(*described(x), [1, 1, 1, 16])  # the configuration sets the rows
+        x = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+        return (x, *x.stride()[:3])
 
 
-def _is_readable(x: Tensor) -> bool:
+def described(x: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    """The (batch, heads, seq, head_dim) tensor, copied where a tensor descriptor cannot describe it; its shape and
+    strides for one."""
+    x = x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+    # The stride of a dimension of size 1 has no meaning and may be any number, so it is replaced by a valid one.
+    strides = [x.shape[-1] if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return x, list(x.shape), [*strides[:3], 1]
+
+
+def is_readable(x: Tensor) -> bool:
     """True if a tensor descriptor can describe `x`."""
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     aligned = all(step > 0 and step * x.itemsize % ALIGNMENT == 0 for step in steps)

@@ -9,10 +9,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from impl.mesh.decoder import Batch
-from impl.mesh.trainer import MeshTrainer, Named
+from impl.mesh.trainer import MeshTrainer
 from shardmark.api import Family, Refusable, RegistryError, add_family
 
 
@@ -35,7 +34,7 @@ class Trainer(Protocol):
     the model is, with this rank's part of a batch. Its parameters are DTensors, or whole on every rank, under the
     model's own names (PyTorch's wrappers may put theirs before). After a backward pass, and after
     `finish_gradient_synchronization()` if the module has it, each gradient is the average over the ranks with tokens of
-    their own (along dp, shard, cp). Gradients of a pass in `no_sync()`, or after
+    their own (along dp, shard, cp), and ranks agree on which there are. Gradients of a pass in `no_sync()`, or after
     `set_requires_gradient_sync(False)`, may stay on their rank until the next pass without.
 
     Must, of `make`: gradients are clipped to `max_norm` by their 2-norm, in which every parameter counts once, as
@@ -66,16 +65,16 @@ class Trainer(Protocol):
 
 
 Make = Callable[..., Trainer]
-ModelFn = Callable[[], nn.Module]
-OptimizerFn = Callable[[Named], Optimizer]
 
 
 def makes_trainer(target: Any) -> bool:
-    """Whether it is `make(model_fn, optimizer_fn, mesh)`, and not `parallelize(model, mesh)`: it has three parameters
-    without a default."""
-    parameters = inspect.signature(target).parameters.values()
+    """Whether it is `make(model_fn, optimizer_fn, mesh, *, max_norm)`, and not `parallelize(model, mesh)`: it has a
+    parameter `max_norm`, or three without a default, or is a class of trainers."""
+    parameters = inspect.signature(target).parameters
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(each.kind in positional and each.default is inspect.Parameter.empty for each in parameters) == 3
+    needed = [p for p in parameters.values() if p.kind in positional and p.default is inspect.Parameter.empty]
+    of_trainers = inspect.isclass(target) and not issubclass(target, nn.Module)
+    return "max_norm" in parameters or len(needed) >= 3 or of_trainers
 
 
 def adapted(target: Any) -> Make:
@@ -88,13 +87,15 @@ def _check(target: Any, device: str) -> None:
     if not callable(target):
         raise RegistryError(f"{target!r} is not callable; it is parallelize(model, mesh) or a trainer's make")
     signature = inspect.signature(target)
-    for arguments in ((None, None), (None, None, None)):
-        try:
-            signature.bind(*arguments)
-        except TypeError:
-            continue
-        return
-    raise RegistryError(f"it is called as {signature}, and not as (model, mesh) or (model_fn, optimizer_fn, mesh)")
+    try:
+        if makes_trainer(target):
+            signature.bind(None, None, None, max_norm=1.0)
+        else:
+            signature.bind(None, None)
+    except TypeError:
+        raise RegistryError(
+            f"it is called as {signature}, and not as (model, mesh) or (model_fn, optimizer_fn, mesh, *, max_norm=1.0)"
+        ) from None
 
 
 def _axes(mesh: DeviceMesh) -> str:

@@ -32,14 +32,21 @@ _OF_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrap
 """Parts of names that PyTorch's wrappers add."""
 
 
-def own_name(name: str) -> str:
-    """The parameter's name in the model itself."""
+def without_wrappers(name: str) -> str:
+    """The name without the parts that PyTorch's wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
 
 
-def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The model's parameters, each once, under the model's own names."""
-    return [(own_name(name), parameter) for name, parameter in model.named_parameters()]
+class OwnNames:
+    """The names that parameters have in the model itself, whatever wrappers add; a model's own may have such parts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {name for name, _ in model.named_parameters()}
+        self._by_rest = {without_wrappers(name): name for name in self._own}
+
+    def __getitem__(self, name: str) -> str:
+        rest = without_wrappers(name)
+        return name if name in self._own else self._by_rest.get(rest, rest)
 
 
 def by_mesh(parameters: Sequence[nn.Parameter]) -> list[Any]:
@@ -65,8 +72,12 @@ class MeshTrainer:
         norm_type: float = 2.0,
         objective: Objective = TOKENS,
     ) -> None:
-        self.model: Any = parallelize(model_fn(), mesh)
-        self.parameters = dict(named(self.model))
+        model = model_fn()
+        self._own_names = OwnNames(model)
+        self.model: Any = parallelize(model, mesh)
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(f"parallelize returned {type(self.model).__name__}, not a module")
+        self.parameters = {self._own_names[name]: parameter for name, parameter in self.model.named_parameters()}
         self.optimizer = optimizer_fn(list(self.parameters.items()))
         self.max_norm, self.norm_type, self.objective = max_norm, norm_type, objective
         axes = data_axes(mesh.mesh_dim_names or ())
@@ -101,7 +112,7 @@ class MeshTrainer:
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, by the model's own name. All ranks call."""
         if hasattr(self.model, "gather_full_parameters"):
-            return {own_name(name): whole for name, whole in self.model.gather_full_parameters().items()}
+            return {self._own_names[name]: whole for name, whole in self.model.gather_full_parameters().items()}
         return {name: full(parameter.detach()).clone() for name, parameter in self.parameters.items()}
 
     def full_gradients(self) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -63,6 +63,7 @@ class Memory:
     """Bytes of one metered pass: live at the end of each phase, and at the peak."""
 
     phases: dict[str, int] = field(default_factory=dict)
+    """Bytes of tensors: a workspace that a library keeps is not among them."""
     peak: int = 0
     """Peak of tensors and workspace together."""
     tensors: int = 0
@@ -86,6 +87,8 @@ class Meter(Memory):
     def __init__(self, device: str) -> None:
         super().__init__()
         self._device = device
+        self._kept: dict[str, int] = {}
+        """Workspace that libraries keep at the end of a phase or stage."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -125,9 +128,11 @@ class Meter(Memory):
                 case Marked(name) if name.startswith(PEAK):
                     self.peaks[name.removeprefix(PEAK)] = live.peak_of_tensors
                 case Marked(name) if name.startswith(STAGE):
-                    self.stages[name.removeprefix(STAGE)] = Stage(live.total, live.most)
+                    self._kept[name] = live.total - live.tensors
+                    self.stages[name.removeprefix(STAGE)] = Stage(live.tensors, live.most)
                 case Marked(name) if not name.startswith(ALLOCATOR):
-                    self.phases[name.removeprefix(PHASE)] = live.total
+                    self._kept[name] = live.total - live.tensors
+                    self.phases[name.removeprefix(PHASE)] = live.tensors
         self.peak, self.tensors, self.workspace = live.peak, live.peak_of_tensors, live.largest_workspace
 
 
@@ -177,6 +182,11 @@ class _CudaMeter(Meter):
     """Takes phases, stages and the peak from the statistics of CUDA's caching allocator. There a block that a side
     stream still reads is live; in a recording it is freed."""
 
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self._phases: dict[str, int] = {}
+        self._stages: dict[str, Stage] = {}
+
     def _live(self, which: str = "current") -> int:
         return torch.cuda.memory_stats().get(f"requested_bytes.all.{which}", 0)  # empty until the first allocation
 
@@ -190,19 +200,25 @@ class _CudaMeter(Meter):
             torch.cuda.synchronize()
 
     def mark(self, phase: str) -> None:
-        self.phases[phase] = self._live() - self._base
+        super().mark(phase)
+        self._phases[phase] = self._live() - self._base
 
     def reset_peak(self) -> None:
         super().reset_peak()
         torch.cuda.reset_peak_memory_stats()
 
     def stage(self, name: str) -> None:
+        super().stage(name)
         live, peak = self._live() - self._base, self._live("peak") - self._base
-        peak = max([peak, *(stage.peak for stage in self.stages.values())])
-        self.stages[name] = Stage(live, peak, torch.cuda.memory_reserved())
+        peak = max([peak, *(stage.peak for stage in self._stages.values())])
+        self._stages[name] = Stage(live, peak, torch.cuda.memory_reserved())
 
     def read(self) -> None:
         super().read()
+        self.phases = {name: live - self._kept[PHASE + name] for name, live in self._phases.items()}
+        self.stages = {
+            name: replace(stage, live=stage.live - self._kept[STAGE + name]) for name, stage in self._stages.items()
+        }
         self.peak = self._live("peak") - self._base
         self.allocated, self.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 

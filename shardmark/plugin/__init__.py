@@ -292,3 +292,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     session = config.stash[SESSION]
     session.shown = True
     write_summary(terminalreporter, session, verbose=config.option.verbose > 0)
+    ran = [
+        getattr(report, "nodeid", "")
+        for kind, reports in terminalreporter.stats.items()
+        for report in reports
+        if kind != "deselected"
+    ]
+    if ran and session.meshes and not any(f"-{mesh}" in test for mesh in session.meshes for test in ran):
+        terminalreporter.write_line("--mesh: no test of this run takes a mesh", yellow=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import textwrap
 import unittest
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -234,8 +234,19 @@ class Judge:
         if verdict.outcome == WRONG and not verbose:
             not_run = [cut(line, WIDTH - 2) for line in not_run]
         lines = [*(f"not asked: {part}" for part in unasked), *not_run, *lines]
-        causes = lines_of_causes(self.targets[label], verdict, None if verbose else CAUSES)
+        options = _that_select(self.session.config.invocation_params.args)
+        causes = lines_of_causes(self.targets[label], verdict, None if verbose else CAUSES, options)
         return [each for line in [*causes, *lines] for each in _fitted(f"  {line}")]
+
+
+def _that_select(arguments: Sequence[str]) -> str:
+    """Those of a run's options without which some of its tests are not there."""
+    found = ""
+    for argument, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, given, _ = argument.partition("=")
+        if name in ("--mesh", "--ranks", "--model", "--device"):
+            found += f" {argument}" if given else f" {name} {value}"
+    return found
 
 
 def _fitted(line: str) -> list[str]:

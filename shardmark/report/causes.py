@@ -83,7 +83,7 @@ def _refusable(verdict: Verdict, failures: list[Check]) -> Cause | None:
     return Cause(checks, words, next(iter(kinds)))
 
 
-def lines(implementation: Implementation, verdict: Verdict, most: int | None) -> list[str]:
+def lines(implementation: Implementation, verdict: Verdict, most: int | None, options: str = "") -> list[str]:
     """The reasons, each first on a line of its own, with the user's line; the first with a call to paste. All causes,
     or `most` of them."""
     found = causes(verdict)
@@ -103,7 +103,7 @@ def lines(implementation: Implementation, verdict: Verdict, most: int | None) ->
             printed.append(f"  {_place(implementation, cause.smallest)}")
         printed.append(f"  {count}")
         if i == 0:
-            printed += [f"  {line}" for line in _again(implementation, cause.smallest)]
+            printed += [f"  {line}" for line in _again(implementation, cause.smallest, options)]
     if most is not None and (others := found[most:]):
         rest = sum(len(cause.checks) for cause in others)
         printed.append(f"{rest} {failed} have {number_of(len(others), 'other reason')}: -v shows all")
@@ -118,13 +118,13 @@ def _place(implementation: Implementation, check: Check) -> str:
     return f"of {shown(*at)}" if at else f"of {implementation.spec}"
 
 
-def _again(implementation: Implementation, check: Check) -> list[str]:
+def _again(implementation: Implementation, check: Check, options: str) -> list[str]:
     """A snippet that makes the call beside the reference's, or the command that runs the check alone."""
     call = check.notes.call
     if call is not None and any(isinstance(value, tuple) for _, value in call.arguments):
         return ["its call, to paste:", *(f"    {line}" for line in snippet(implementation, call))]
     target = f"{implementation.family}={implementation.spec}"
-    return ["to run it alone:", f"    pytest '{check.test}' --impl '{target}'"]
+    return ["to run it alone:", f"    pytest '{check.test}' --impl '{target}'{options}"]
 
 
 def snippet(implementation: Implementation, call: Call) -> list[str]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 
 from impl.distributed import full
-from impl.mesh.trainer import own_name
+from impl.mesh.trainer import without_wrappers
 from shardmark.api import Mesh, Share
 from shardmark.ranks.world import RankError, World
 from studies.composed.features import CONTEXT, SCHEDULES, Composition, Stage, applied, stage_indices, whole_model
@@ -92,7 +92,7 @@ def on_rank(composition: Composition, mesh: Mesh, device: str) -> tuple[dict[str
     norm = float("nan")
     if "clip_grad_norm_" in composition:
         norm = full(nn.utils.clip_grad_norm_(parameters, MAX_NORM)).item()
-    named = [(own_name(name), p) for module in modules for name, p in module.named_parameters()]
+    named = [(without_wrappers(name), p) for module in modules for name, p in module.named_parameters()]
     return {name: full(p.grad.detach()).clone() for name, p in named if p.grad is not None}, norm
 
 

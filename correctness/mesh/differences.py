@@ -16,7 +16,7 @@ from shardmark.api import Mesh
 WITHIN = 1e-12
 """Relative to the largest value of a tensor: rounding in float64, over 20 steps of small numbers."""
 LATER = 100.0
-"""By how much more later steps may differ, as differences grow."""
+"""Later steps may differ by this many times as much, as each step's rounding enters the next."""
 
 
 def differences(ranks: Sequence[Trace], expected: Trace, mesh: Mesh, within: float = WITHIN) -> Iterator[str]:
@@ -24,14 +24,19 @@ def differences(ranks: Sequence[Trace], expected: Trace, mesh: Mesh, within: flo
     found = ranks[0]
     for step in expected.parameters:
         allowed = within * (LATER if step else 1)
+        yield from _between_ranks(ranks, "gradients", step, mesh)
         if not isclose(found.losses[step], expected.losses[step], rel_tol=allowed):
             yield _number(f"the loss of step {step}", found.losses[step], expected.losses[step], mesh)
         norms = found.norms[step], expected.norms[step]
         own, right = found.gradients.get(step, {}), expected.gradients.get(step, {})
-        gradients = [*_tensors(own, right, step, "gradients", allowed, mesh, norms)]
+        clipped = expected.scale(norms[0]) / expected.scale(norms[1])
+        gradients = [*_tensors(own, right, step, "gradients", allowed, mesh, clipped)]
+        if gradients and isclose(*norms, rel_tol=allowed) and (factor := _factor_of_all(own, right, allowed)):
+            clip = f"clipping to max_norm={expected.max_norm:g}"
+            yield f"all gradients of step {step} are {factor:.6g} times what {clip} leaves, by the right norm"
         yield from gradients
         if not isclose(*norms, rel_tol=allowed):
-            counted = _counted(*norms, right, mesh)
+            counted = _counted(*norms, right, expected.scale(norms[1]), mesh)
             yield _number(f"the norm of step {step}", *norms, mesh) + counted
         for rank, other in enumerate(ranks):
             mine, first = ((each.losses[step], each.norms[step]) for each in (other, found))
@@ -47,14 +52,11 @@ def differences(ranks: Sequence[Trace], expected: Trace, mesh: Mesh, within: flo
             if not isclose(found.norms[step], norm, rel_tol=allowed):
                 yield _number(f"the norm of step {step}", found.norms[step], norm, mesh)
     yield from replicas(ranks, mesh)
-    for what, step in found.digests:
-        for rank, other in enumerate(ranks):
-            own, first = other.digests[what, step], found.digests[what, step]
-            if differ := [name for name in first if own.get(name) != first[name]]:
-                yield f"{what} of {differ[0]} after step {step} have other bits on rank {rank} than on rank 0"
+    for step in expected.parameters:
+        yield from _between_ranks(ranks, "parameters", step, mesh)
 
 
-def parameters_differ(rank: int, resumed: Trace, went_on: Trace) -> Iterator[str]:
+def resumption_differs(rank: int, resumed: Trace, went_on: Trace) -> Iterator[str]:
     """A line for each difference between training that was saved, loaded and resumed, and training that went on."""
     for index, (own, there) in enumerate(zip(resumed.losses, went_on.losses, strict=True)):
         if not isclose(own, there, rel_tol=WITHIN):
@@ -65,6 +67,20 @@ def parameters_differ(rank: int, resumed: Trace, went_on: Trace) -> Iterator[str
             yield f"rank {rank}: {name} is off by {apart:.3g} {len(went_on.losses)} steps after what was saved"
 
 
+def _between_ranks(ranks: Sequence[Trace], what: str, step: int, mesh: Mesh) -> Iterator[str]:
+    """The first tensor that a rank gives with other bits than rank 0 does, though each gives the whole of it."""
+    first = ranks[0].digests.get((what, step), {})
+    for name in first:
+        for rank, other in enumerate(ranks):
+            if other.digests[what, step].get(name) != first[name]:
+                yield f"{what} of {name} differ along {_axes(mesh, 0, rank)} after step {step}, on ranks 0 and {rank}"
+                return
+
+
+def _axes(mesh: Mesh, *ranks: int) -> str:
+    return ", ".join(mesh.axes_of(ranks))
+
+
 def replicas(ranks: Sequence[Trace], mesh: Mesh) -> Iterator[str]:
     """Parts of parameters that ranks have in common, and which are not bitwise equal."""
     for name in ranks[0].local:
@@ -73,9 +89,7 @@ def replicas(ranks: Sequence[Trace], mesh: Mesh) -> Iterator[str]:
             part, digest = trace.local[name]
             at, there = first.setdefault(part, (rank, digest))
             if digest != there:
-                places = mesh.coordinates(at), mesh.coordinates(rank)
-                axes = [axis for axis in places[0] if places[0][axis] != places[1][axis]]
-                yield f"replicas of {name} differ along {', '.join(axes)}: ranks {at} and {rank} have other bits"
+                yield f"replicas of {name} differ along {_axes(mesh, at, rank)}: ranks {at} and {rank} have other bits"
                 break
 
 
@@ -86,11 +100,10 @@ def _tensors(
     what: str,
     allowed: float,
     mesh: Mesh,
-    norms: tuple[float, float] = (1.0, 1.0),
+    clipped: float = 1.0,
 ) -> Iterator[str]:
-    """A line for each tensor that differs, those that differ most first. `norms` are those by which gradients were
-    clipped: a wrong norm is said once, and not of each gradient."""
-    clipped = max(1.0, norms[1]) / max(1.0, norms[0])  # both were clipped to 1
+    """A line for each tensor that differs, those that differ most first. What was `clipped` so many times as much, by
+    a wrong norm, is reported once, as the norm, and not of each gradient."""
     lines: list[tuple[float, str]] = []
     for name, right in expected.items():
         if name not in found:
@@ -103,14 +116,16 @@ def _tensors(
             clipped != 1.0 and _near(found[name] / clipped, right, 10 * allowed)
         ):
             own = found[name] / clipped
-            lines.append((_apart(own, right), f"{what} of {name} {_told(own, right, allowed, mesh)} at step {step}"))
+            lines.append(
+                (_apart(own, right), f"{what} of {name} {_difference(own, right, allowed, mesh)} at step {step}")
+            )
     for name in found:
         if name not in expected and (what == "parameters" or found[name].any()):
             lines.append((torch.inf, f"there are {what} of {name} at step {step}, and none in one process"))
     yield from (line for _, line in sorted(lines, key=lambda each: -each[0]))
 
 
-def _told(own: Tensor, right: Tensor, allowed: float, mesh: Mesh) -> str:
+def _difference(own: Tensor, right: Tensor, allowed: float, mesh: Mesh) -> str:
     square = right.flatten().dot(right.flatten()).item()
     factor = own.flatten().dot(right.flatten()).item() / square if square else 0.0
     if not own.any():
@@ -120,6 +135,17 @@ def _told(own: Tensor, right: Tensor, allowed: float, mesh: Mesh) -> str:
     at = int((own - right).abs().argmax())
     index = tuple(int(each) for each in torch.unravel_index(torch.tensor(at), right.shape))
     return f"are {own.flatten()[at].item():.8g}, not {right.flatten()[at].item():.8g}, at {index}"
+
+
+def _factor_of_all(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], allowed: float) -> float | None:
+    """The factor by which all tensors differ, if one explains them."""
+    largest = max(expected, key=lambda name: expected[name].abs().max().item(), default=None)
+    if largest is None or set(found) != set(expected):
+        return None
+    at = expected[largest].abs().argmax()
+    factor = (found[largest].flatten()[at] / expected[largest].flatten()[at]).item()
+    alike = all(_near(found[name], factor * right, 10 * allowed) for name, right in expected.items())
+    return factor if alike else None
 
 
 def _apart(own: Tensor, right: Tensor) -> float:
@@ -164,10 +190,10 @@ ROLES = {
 """Parameters that code often treats alike, by a part of their names."""
 
 
-def _counted(found: float, right: float, gradients: Mapping[str, Tensor], mesh: Mesh) -> str:
-    """Which parameters the norm counts several times, or not at all, if that alone explains it."""
-    clip = max(1.0, right)  # the gradients that are known were clipped to a norm of 1
-    squares = {name: (gradient.double().norm().item() * clip) ** 2 for name, gradient in gradients.items()}
+def _counted(found: float, right: float, gradients: Mapping[str, Tensor], scale: float, mesh: Mesh) -> str:
+    """Which parameters the norm counts several times, or not at all, if that alone explains it. Clipping has scaled
+    the gradients by `scale`."""
+    squares = {name: (gradient.double().norm().item() / scale) ** 2 for name, gradient in gradients.items()}
     for role, part in ROLES.items():
         share = sum(square for name, square in squares.items() if part in name)
         for name, size in [("", 0), *mesh.sizes.items()]:
