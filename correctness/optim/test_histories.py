@@ -56,8 +56,11 @@ def test_any_clipped_history_is_that_of_clipping_and_a_step(
 @pytest.mark.examples(16, 50, 500)
 @pytest.mark.family("optimizer", option="master_weights")
 def test_any_history_of_master_weights_is_that_of_float64_rounded(
-    implementation: Implementation, examples: int, device: str
+    implementation: Implementation, examples: int, device: str, request: pytest.FixtureRequest
 ) -> None:
+    if device == "cuda" and implementation.name == "torch_fused":
+        why = "its second moments are 1.3e-5 too small: docs/pytorch-defects.md"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=False))  # not every history shows it
     clips = st.just({}) | CLIPS if implementation.accepts("max_grad_norm") else st.just({})
     options = clips.map(lambda some: {"master_weights": True, **some})
     _hold(implementation, examples, device, dtypes=DTYPES, options=options)

@@ -35,12 +35,26 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     q4, k4, v4 = _batch_and_heads(q, k, v)
     if q.is_cuda and not torch.compiler.is_compiling():  # compiled code allocates its own tensors
         q4, k4, v4 = map(_aligned, (q4, k4, v4))
+        out = scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal, enable_gqa=kv_group(q, k) > 1)
+        return _AlignedGradient.apply(out).reshape(q.shape)
     out = scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal, enable_gqa=kv_group(q, k) > 1)
     return out.reshape(q.shape)
 
 
 def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % ALIGNED else x
+
+
+class _AlignedGradient(torch.autograd.Function):
+    """The tensor itself, whose gradient the kernel reads as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _aligned(gradient)
 
 
 def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
