@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -84,6 +85,37 @@ def test_gradients_under_autocast_are_bitwise_those_without(
 
     expected = under_autocast(transformer(device))
     assert_same_bits(under_autocast(implementation.watched(transformer(device))), expected)
+
+
+class Mixing(nn.Module):
+    """Blocks that mix over time, of inputs (time, batch, width) whose memory is in another order, as views need it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            time, rows, width = x.shape
+            mixed = self.mix(x.transpose(0, 1).view(rows, time * width)).tanh()
+            return mixed.view(rows, time, width).transpose(0, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixing.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_blocks_are_recomputed_on_inputs_of_the_same_strides(implementation: Implementation, device: str) -> None:
+    torch.manual_seed(0)
+    plain = Mixing().to(device)
+    model = implementation.watched(deepcopy(plain))
+    x = torch.randn(2, 3, 4, device=device).transpose(0, 1)
+    assert_same_bits(gradients(model, x), gradients(plain, x))
 
 
 @pytest.mark.parametrize("born", ["train", "eval", "p_0"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from correctness.checkpointing.models import SIZE, Policy, loss_of
 from correctness.support.contracts import assert_freed_at_once, held_outside_of_tensors
@@ -78,6 +81,12 @@ def test_it_saves_where_an_evaluation_came_first(implementation: Implementation,
     _assert_saves(implementation, found, _without("train", "nothing", device), "after an evaluation")
 
 
+def test_it_saves_after_a_batch_that_raised_in_a_block(implementation: Implementation, device: str) -> None:
+    """A training loop may leave out a batch whose activations are not finite, or for which there is no memory."""
+    found = _in_mode(implementation.watched, "train", "nothing", device, raised=True)
+    _assert_saves(implementation, found, _without("train", "nothing", device), "after a batch that raised in a block")
+
+
 def _assert_saves(implementation: Implementation, found: dict[str, int], plain: dict[str, int], when: str) -> None:
     if not claims_to_save(implementation.target):
         return
@@ -114,8 +123,26 @@ def _without(mode: str, frozen: str, device: str) -> dict[str, int]:
     return _in_mode(none, mode, frozen, device)
 
 
-def _in_mode(policy: Policy, mode: str, frozen: str, device: str, evaluated: bool = False) -> dict[str, int]:
-    """Bytes that are kept, at the peak and left behind; `evaluated`: the model's first call is an evaluation."""
+@contextmanager
+def _raising(block: nn.Module) -> Iterator[None]:
+    """Within the block the module's last part raises an error."""
+
+    def raise_(*args: Any) -> None:
+        raise FloatingPointError("not finite")
+
+    *_, last = block.children()
+    handle = last.register_forward_pre_hook(raise_)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _in_mode(
+    policy: Policy, mode: str, frozen: str, device: str, evaluated: bool = False, raised: bool = False
+) -> dict[str, int]:
+    """Bytes that are kept, at the peak and left behind; `evaluated`: the model's first call is an evaluation; `raised`:
+    it ends in an error in the second block."""
     size = replace(SIZE, layers=LAYERS, vocab=8)
     model = Transformer(size, context_length=CONTEXT, attention=eager_attention).to(device)
     _freeze(model, frozen)  # before the policy: a loop over the blocks may give segments afterwards
@@ -125,6 +152,9 @@ def _in_mode(policy: Policy, mode: str, frozen: str, device: str, evaluated: boo
     with meter(device) as memory:
         if evaluated:
             with torch.no_grad():
+                model(tokens)
+        if raised:
+            with _raising(model.blocks[1]), pytest.raises(FloatingPointError):
                 model(tokens)
         loss_of(model, tokens).backward()  # the libraries' workspaces are there from now on
         model.zero_grad()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from correctness.collectives.summing import Call, small_integers
 from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.engine.histories_on_ranks import even_and_odd_ranks
+from correctness.support.communication import delayed
 from correctness.support.on_ranks import assert_nothing_wrong
 from impl.collectives import Backend, OnGloo, accounting, count_bytes_sent, segments
 from impl.collectives.cases import COLLECTIVES
@@ -121,6 +122,31 @@ def so_many_at_once(implementation: Implementation, count: int, device: str) -> 
 def test_any_number_may_be_under_way(implementation: Implementation, world: World, examples: int, device: str) -> None:
     for count in BESIDE_LAUNCHES[:examples]:
         assert_nothing_wrong(world.run(so_many_at_once, implementation, count, device))
+
+
+def of_the_default_group_by_both_names(implementation: Implementation, device: str) -> list[str]:
+    """Start all-reduces of `None` and of the world, which are one group, without waiting; the last rank is late."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    all_reduce = implementation.watched.all_reduce
+    all_reduce(torch.ones(1, device=device), group=dist.group.WORLD)
+    names = [None, None, dist.group.WORLD, None]
+    tensors = [torch.full((4,), float(10**i + rank), device=device) for i in range(len(names))]
+    handles = []
+    for tensor, group in zip(tensors, names, strict=True):
+        with delayed(before=0.1, on=ranks - 1):
+            handles.append(all_reduce(tensor, group=group, async_op=True))
+    for handle in handles:
+        handle.wait()
+    found = [tensor[0].item() for tensor in tensors]
+    expected = [float(ranks * 10**i + ranks * (ranks - 1) // 2) for i in range(len(names))]
+    return [] if found == expected else [f"by None, None, WORLD and None all-reduces give {found}, not {expected}"]
+
+
+@pytest.mark.family("collectives")
+def test_the_default_group_is_one_group_by_either_name(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(of_the_default_group_by_both_names, implementation, device))
 
 
 @pytest.mark.family("collectives")

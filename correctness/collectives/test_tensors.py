@@ -38,6 +38,24 @@ def _of_21_bits(elements: int) -> Tensor:
     return ((torch.arange(elements) * 2_654_435_761) % 2**21).float()
 
 
+@on_every_rank
+def test_the_neighbours_in_a_buffer_may_be_written_meanwhile(implementation: Implementation, device: str) -> list[str]:
+    """A gradient is reduced while backward writes the one beside it, in a buffer of both."""
+    rank, ranks, wrong = dist.get_rank(), dist.get_world_size(), []
+    for elements, dtype in ((5, torch.float32), (3, torch.bfloat16), (1, torch.float64)):
+        buffer = torch.zeros(elements + 6, dtype=dtype, device=device)
+        before, own, after = buffer.split([3, elements, 3])
+        own.fill_(rank + 1)
+        handle = implementation.watched.all_reduce(own, async_op=True)
+        before.fill_(7)
+        after.fill_(9)
+        handle.wait()
+        expected = [7.0] * 3 + [ranks * (ranks + 1) / 2] * elements + [9.0] * 3
+        if buffer.tolist() != expected:
+            wrong.append(f"of {dtype}, neighbours written meanwhile: {buffer.tolist()}, expected {expected}")
+    return wrong
+
+
 @pytest.mark.judged
 @pytest.mark.parametrize("name", COLLECTIVES)
 @on_every_rank

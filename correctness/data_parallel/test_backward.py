@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from correctness.data_parallel.averaging import Products, backward, values, wrap, wrong_averages
 from correctness.support.communication import recorded
@@ -105,6 +105,43 @@ def test_no_sync_ends_with_an_error_too(implementation: Implementation, device: 
     _backward(model, 1, device)
     model.finish_gradient_synchronization()
     return wrong_averages(model, _own(1), "in the step after an error inside no_sync()")
+
+
+class TwoExperts(nn.Module):
+    """A pass reaches one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ParameterList(nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+    def forward(self, expert: int, scale: Tensor) -> Tensor:
+        return (self.experts[expert] * scale).sum()
+
+
+@on_every_rank
+def test_passes_before_an_error_in_no_sync_count_where_later_ones_do_not_reach(
+    implementation: Implementation, device: str
+) -> list[str]:
+    """As where a micro-batch runs out of memory and is left out."""
+    model = wrap(implementation, TwoExperts().to(device), find_unused_parameters=True)
+    scale = torch.tensor(1.0 + dist.get_rank(), device=device)
+
+    def fail_after_a_pass() -> None:
+        with model.no_sync():
+            model(0, scale).backward()
+            raise ExpectedError
+
+    with pytest.raises(ExpectedError):
+        fail_after_a_pass()
+    model(1, scale).backward()
+    model.finish_gradient_synchronization()
+    mean = (1 + dist.get_world_size()) / 2
+    return [
+        f"after an error in no_sync(), which the passes before and after it reach expert 0 and 1 with: the gradient of "
+        f"expert {number} is {'missing' if p.grad is None else p.grad.tolist()}, not {mean} everywhere"
+        for number, p in enumerate(model.module.experts)
+        if p.grad is None or (p.grad != mean).any()
+    ]
 
 
 @pytest.mark.should("leaving a no_sync() inside another does not end the outer one")

@@ -1,6 +1,7 @@
 """Checks of contracts, for the tests of several families; our own implementations must meet stricter ones."""
 
 import gc
+import random
 import re
 import sys
 import tracemalloc
@@ -147,14 +148,20 @@ def changed_in_state(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 @contextmanager
 def random_state_stays(what: str) -> Iterator[None]:
-    """Assert that the block draws no random numbers and sets no seed: those that follow are the caller's."""
+    """Assert that the block draws no random numbers and sets no seed, of PyTorch, Python or NumPy: those that follow
+    are the caller's."""
 
     def states() -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
-    before = states()
+    def others() -> dict[str, Any]:
+        return {"Python": random.getstate(), "NumPy": np.random.get_state(legacy=True)[1:3]}  # type: ignore[index]
+
+    before, theirs = states(), others()
     yield
     assert all(map(torch.equal, states(), before)), f"{what} moves the random state, or sets a seed"
+    for whose, state in others().items():
+        assert repr(state) == repr(theirs[whose]), f"{what} moves the random state of {whose}, or sets its seed"
 
 
 def held_by(call: Callable[[], Any], device: str) -> int:
