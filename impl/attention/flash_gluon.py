@@ -26,11 +26,11 @@ from shardmark.api import Race, Unsupported, register, requires_cuda
 HOPPER = 90
 """Compute capability that the kernels are for."""
 
-HEAD_DIMS = (64, 128)
 FORWARD = {64: (3, 160), 128: (2, 240)}
 """By head dim, the groups of warps of a program, 64 queries each, and registers of a thread in all but the first."""
 BACKWARD = {64: (64, 4), 128: (128, 8)}
 """By head dim, the keys of a program, and warps."""
+HEAD_DIMS = tuple(FORWARD)
 ROWS = 64
 """Queries of a group of warps; in the backward pass, queries of a tile."""
 KEYS = 128

@@ -146,7 +146,7 @@ def _attend(
         probs, row_max, row_sum, rescale = _softmax(
             scores, row_max, row_sum, scale, tiles - 1 - i, unmasked, rows, k_len, IS_CAUSAL, OF_SCORES, BLOCK_N
         )
-        # The next operand depends on the wait, so that the compiler does not need the registers of both at once.
+        # As operands of the wait, the exponentials are computed before it, while the product with v runs.
         following = gl.convert_layout(probs.to(dtype), OPERAND)
         acc, operand = warpgroup_mma_wait(0, deps=[added, following])
         thread_barrier()

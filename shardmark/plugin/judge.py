@@ -11,6 +11,7 @@ A contract check is a test that runs over implementations of a family and measur
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 import unittest
 from collections import Counter
@@ -239,14 +240,14 @@ class Judge:
         return [each for line in [*causes, *lines] for each in _fitted(f"  {line}")]
 
 
-def _that_select(arguments: Sequence[str]) -> str:
+def _that_select(arguments: Sequence[Any]) -> str:
     """Those of a run's options without which some of its tests are not there."""
-    found = ""
-    for argument, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, given, _ = argument.partition("=")
+    given, found = [str(argument) for argument in arguments], []
+    for argument, value in zip(given, [*given[1:], ""], strict=True):
+        name, joined, _ = argument.partition("=")
         if name in ("--mesh", "--ranks", "--model", "--device"):
-            found += f" {argument}" if given else f" {name} {value}"
-    return found
+            found += [argument] if joined else [name, value]
+    return " ".join(["", *map(shlex.quote, found)])
 
 
 def _fitted(line: str) -> list[str]:
