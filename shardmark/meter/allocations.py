@@ -217,7 +217,7 @@ def _in_order(
                 if within.line:  # the first operator with that number is forward's
                     began = event.start_time_ns, within.line
                     lines[fields.sequence_number] = min(began, lines.get(fields.sequence_number, began))
-            if within.operator is None and name in _with_kernels() and not _is_redispatched(event):
+            if within.operator is None and name in _with_kernels():
                 within = replace(within, operator=event)
             elif name.startswith("_c10d_functional::"):
                 within = replace(within, collective=event)
@@ -285,18 +285,6 @@ def _with_kernels() -> frozenset[str]:
     own = (name for name in torch._C._dispatch_get_all_op_names() if name not in composite)
     named = (name.partition(".") for name in own if name.startswith("aten::"))
     return frozenset(name for name, _, overload in named if "out" not in overload.split("_"))
-
-
-def _is_redispatched(operator: Any) -> bool:
-    """Whether a tensor's type (DTensor, a user's own) took the call, and called the operator again on other tensors.
-    Its own allocations, such as those of a redistribution, are tensors as those of a composite operator are."""
-    inside = list(operator.children)
-    while inside:
-        event = inside.pop()
-        if event.name == operator.name:
-            return True
-        inside.extend(event.children)
-    return False
 
 
 def _is_range(event: Any) -> bool:

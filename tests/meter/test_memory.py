@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmark.api import stage
 from shardmark.meter import recording as blocks
@@ -62,20 +61,6 @@ def test_what_a_library_takes_within_its_operator_is_workspace_and_no_tensor() -
     assert memory.tensors == 4 * q.numel() + log_sum_exp
     assert memory.workspace.operator == "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert memory.peak == memory.tensors + memory.workspace.nbytes > memory.tensors
-
-
-class _OnACopy(TorchDispatchMode):
-    """Calls each operator on a copy of its argument, as DTensor does on what it has redistributed."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(args[0].clone(), *args[1:], **(kwargs or {}))
-
-
-def test_what_a_tensors_type_makes_before_it_calls_the_operator_again_is_a_tensor() -> None:
-    x = torch.randn(1000)
-    with meter("cpu") as memory, _OnACopy():
-        x.sin()
-    assert memory.tensors == memory.peak == 2 * 4 * 1000 and memory.workspace == Workspace()
 
 
 def test_what_a_library_keeps_until_it_is_asked_for_is_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
