@@ -102,8 +102,8 @@ def _tensors(
     mesh: Mesh,
     clipped: float = 1.0,
 ) -> Iterator[str]:
-    """A line for each tensor that differs, those that differ most first. What was `clipped` so many times as much, by
-    a wrong norm, is reported once, as the norm, and not of each gradient."""
+    """A line for each tensor that differs, those that differ most first. Gradients that are `clipped` times as large,
+    by a wrong norm, are left out: the norm is reported once."""
     lines: list[tuple[float, str]] = []
     for name, right in expected.items():
         if name not in found:

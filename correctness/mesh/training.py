@@ -115,7 +115,7 @@ class Trace:
     """Digests of the gradients and parameters after each step that is looked at."""
 
     def scale(self, norm: float) -> float:
-        """What clipping multiplies gradients of that norm with."""
+        """The factor by which clipping scales gradients of that norm."""
         return min(1.0, self.max_norm / (norm + 1e-6))
 
 
