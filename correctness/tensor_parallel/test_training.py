@@ -1,0 +1,36 @@
+"""Training with tensor parallelism is that of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from correctness.mesh.differences import differences
+from correctness.support.complaints import assert_none
+from correctness.tensor_parallel.training import KINDS, in_one_process, train_on_rank
+from shardmark.api import Implementation, Mesh
+from shardmark.plugin import WorldsBySize
+
+pytestmark = pytest.mark.family("tensor_parallel")
+
+MESHES = ("tp=1", "tp=2", "tp=3", "tp=4", "shard=2,tp=2", "dp=2,tp=2")
+
+
+@pytest.mark.meshes(*MESHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_those_of_one_process(
+    implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
+) -> None:
+    """Losses, norms, every gradient and every parameter; whole parameters are bitwise equal on all ranks."""
+    steps = KINDS[kind].steps
+    expected = in_one_process(mesh.row_groups, kind, steps)
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, steps)
+    assert_none(differences(ranks, expected, mesh))
+
+
+@pytest.mark.meshes("tp=2", "shard=2,tp=2")
+def test_recomputing_a_forward_pass_changes_nothing(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    expected = in_one_process(mesh.row_groups, "even", 2)
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, "even", device, 2, True)
+    assert_none(differences(ranks, expected, mesh))

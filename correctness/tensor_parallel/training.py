@@ -1,0 +1,138 @@
+"""Training with tensor parallelism beside one process: models of several kinds, and what each step gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from correctness.mesh.training import Trace, own_batches, train, traced
+from impl.mesh import Decoder, DecoderSize, MeshTrainer, Objective, OneProcess
+from impl.mesh.decoder import IGNORED, Batch
+from impl.tensor_parallel import TOKENS
+from shardmark.api import Implementation, Mesh, find_blocks
+
+CONTEXT = 7
+"""Tokens of a row: two, three and four ranks do not divide them."""
+MAX_NORM = 2.0
+EVEN = DecoderSize(dim=48, heads=24, kv_heads=12, hidden=48, vocabulary=48)
+"""Sizes that two, three and four ranks divide."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model and its optimizer."""
+
+    size: DecoderSize = EVEN
+    biases: bool = False
+    frozen: tuple[str, ...] = ()
+    adam: bool = False
+    """AdamW, whose step hides a factor of the gradients; otherwise SGD with momentum, whose step does not."""
+    steps: int = 4
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+def _sized(**changes: Any) -> DecoderSize:
+    return DecoderSize(**{**EVEN.__dict__, **changes})
+
+
+KINDS = {
+    "even": Kind(steps=20),
+    "sizes_that_do_not_divide": Kind(_sized(hidden=50, vocabulary=53)),
+    "few_kv_heads": Kind(_sized(kv_heads=3), biases=True),
+    "tied": Kind(_sized(tied=True)),
+    "biases": Kind(biases=True),
+    "frozen": Kind(
+        adam=True,
+        frozen=("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight")
+        + ("layers.1.ffn_norm.weight", "layers.1.feed_forward.w2.weight"),
+    ),
+}
+
+
+def model_of(kind: str, device: str) -> Decoder:
+    """The same model on every rank, in float64. Its norms' weights are not 1, nor its biases 0."""
+    chosen = KINDS[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = Decoder(chosen.size)
+        for module in model.modules():
+            if chosen.biases and isinstance(module, nn.Linear):
+                module.bias = nn.Parameter(torch.empty(module.out_features))
+        for name, parameter in model.double().named_parameters():
+            if parameter.ndim == 1:
+                nn.init.uniform_(parameter, 0.5, 1.5)
+            parameter.requires_grad_(name not in chosen.frozen)
+    return model.to(device)
+
+
+def optimizer_of(kind: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Norms and biases do not decay."""
+    groups: dict[bool, list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            groups.setdefault("norm" in name or name.endswith("bias"), []).append(parameter)
+    found = [{"params": each, "weight_decay": 0.0 if alone else 0.1} for alone, each in groups.items()]
+    return AdamW(found, lr=0.01, eps=1e-4) if KINDS[kind].adam else SGD(found, lr=0.01, momentum=0.9)
+
+
+@cache
+def batches(row_groups: int, step: int, vocabulary: int = EVEN.vocabulary) -> tuple[Batch, ...]:
+    """The whole micro-batches of a step: one or two, with targets left out here and there."""
+    random = torch.Generator().manual_seed(100 + step)
+    found = []
+    for micro in range(1 + step % 2):
+        shape = row_groups + (step + micro) % 3, CONTEXT
+        tokens, targets = (torch.randint(vocabulary, shape, generator=random) for _ in range(2))
+        targets[torch.rand(shape, generator=random) > 0.7] = IGNORED
+        targets[0, 0] = 0
+        found.append((tokens, torch.arange(CONTEXT).expand(shape), targets))
+    return tuple(found)
+
+
+def of_kind(kind: str, row_groups: int, step: int) -> tuple[Batch, ...]:
+    return batches(row_groups, step, KINDS[kind].size.vocabulary)
+
+
+def composed(implementation: Implementation, model: Decoder, mesh: DeviceMesh) -> nn.Module:
+    """Tensor parallelism over `tp`, and around it FSDP2 over `shard`, or PyTorch's `replicate` over `dp`."""
+    parallel = implementation.watched(model, mesh["tp"])
+    for axis, wrap in (("shard", fully_shard), ("dp", replicate)):
+        if axis in (mesh.mesh_dim_names or ()):
+            for block in find_blocks(parallel):
+                wrap(block, mesh=mesh[axis])  # type: ignore[operator]
+            wrap(parallel, mesh=mesh[axis])  # type: ignore[operator]
+    return parallel
+
+
+def _recomputed(model: Any, batch: Batch) -> Tensor:
+    return checkpoint(model, *batch, use_reentrant=False)
+
+
+def train_on_rank(
+    implementation: Implementation, mesh: Mesh, kind: str, device: str, steps: int, recomputes: bool = False
+) -> Trace:
+    trainer = MeshTrainer(
+        partial(composed, implementation),  # type: ignore[arg-type]
+        partial(model_of, kind, device),
+        partial(optimizer_of, kind),
+        mesh.device_mesh(torch.device(device).type),
+        max_norm=MAX_NORM,
+        objective=Objective(losses=_recomputed) if recomputes else TOKENS,
+    )
+    return traced(trainer, partial(own_batches, mesh, device, of=partial(of_kind, kind)), steps)
+
+
+@cache
+def in_one_process(row_groups: int, kind: str, steps: int) -> Trace:
+    trainer = OneProcess(partial(model_of, kind, "cpu"), partial(optimizer_of, kind), None, max_norm=MAX_NORM)
+    return train(trainer, partial(of_kind, kind, row_groups), range(steps), MAX_NORM)

@@ -1,0 +1,79 @@
+"""The contract of tensor parallelism, the check that a target meets it, and the family."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from impl.mesh.decoder import Decoder
+from impl.mesh.objective import Objective
+from shardmark.api import Family, Refusable, RegistryError, add_family
+
+
+class Parallelize(Protocol):
+    """`parallelize(model, mesh) -> model`, called on every rank with the same whole `Decoder` (`impl.mesh.decoder`),
+    whose linear layers may have biases, and a `DeviceMesh` of one axis, `tp`, which may be a part of a larger mesh.
+
+    The returned module is called in two ways, with the same batch on every rank; tokens, positions and targets are
+    (rows, context) int64, contiguous or not:
+
+        model(tokens, positions)           # the whole logits, (rows, context, vocabulary), on every rank
+        model(tokens, positions, targets)  # the sum of the cross entropies of all targets but those that are -100
+
+    Must:
+
+    - Losses, logits and gradients are those of one process, in float64 to 1e-12 at the first step; the loss is bitwise
+      equal on all ranks.
+    - Parameters keep the model's own names. Those of attention, of the feed-forward networks, of the embedding and of
+      the output are DTensors of which each rank has a part; others are DTensors that every rank has whole. Biases that
+      are added to a sum over ranks, and keys' and values' weights with heads that the ranks do not divide, may be whole.
+    - After a backward pass a gradient is a DTensor, in which a sum over ranks may still be to be made (`Partial`).
+      Whole parameters stay bitwise equal on all ranks.
+    - Frozen parameters keep their values, and tied ones stay one.
+    - With targets, no rank has the whole logits (Shoeybi et al., "Megatron-LM", 2019).
+    - FSDP2 over another axis may be put around the module and its layers, and `torch.utils.checkpoint` around a call.
+
+    A size that cannot be cut (heads that the ranks do not divide) is refused as `Unsupported`, as experts are. Others
+    than a plain model may be refused: see `_kind`.
+    """
+
+    def __call__(self, model: Decoder, mesh: DeviceMesh) -> nn.Module: ...
+
+
+TOKENS = Objective(losses=lambda model, batch: model(*batch))
+"""The objective of `impl.mesh.MeshTrainer` by which no rank has the whole logits."""
+
+
+def _check(target: Any, device: str) -> None:
+    """Check the signature; correctness tests check the rest."""
+    if not callable(target):
+        raise RegistryError(f"{target!r} is not callable; it is parallelize(model, mesh)")
+    try:
+        inspect.signature(target).bind(None, None)
+    except TypeError as error:
+        raise RegistryError(f"it is not called as parallelize(model, mesh): {error}") from None
+
+
+def _kind(model: Decoder, mesh: DeviceMesh) -> str | None:
+    """Words for what is unusual about a model on a mesh; None for one that every implementation must take."""
+    size, ranks = model.size, mesh.size()
+    found = {
+        "experts": size.experts > 0,
+        "tied embeddings": model.output.weight is model.tok_embeddings.weight,
+        "frozen parameters": not all(parameter.requires_grad for parameter in model.parameters()),
+        "biases": any(name.endswith("bias") for name, _ in model.named_parameters()),
+        "heads of queries that do not divide": size.heads % ranks > 0,
+        "heads of keys and values that do not divide": size.kv_heads % ranks > 0,
+        "sizes that do not divide": size.hidden % ranks > 0 or size.vocabulary % ranks > 0,
+    }
+    return " and ".join(words for words, there in found.items() if there) or None
+
+
+FAMILY = add_family(
+    Family(
+        "tensor_parallel", Parallelize, reference="plain", check=_check, may_refuse=(Refusable("models", _kind),)
+    )
+)

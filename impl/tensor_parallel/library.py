@@ -1,0 +1,99 @@
+"""PyTorch's own: `parallelize_module`, and `loss_parallel` for the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.nn.functional import cross_entropy
+
+from impl.mesh.decoder import IGNORED, Decoder, FeedForward
+from impl.mesh.library import ATTENTION, FEED_FORWARD
+from impl.tensor_parallel.placing import whole
+from shardmark.api import Race, Unsupported, register
+
+
+class LossByTorch(torch.autograd.Function):
+    """The sum of cross entropies by logits (rows, context, own columns). `loss_parallel` must be on in backward too, so
+    that the gradient is found at once."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, mesh: DeviceMesh, columns: int) -> Tensor:  # type: ignore[override]
+        shape = torch.Size((*logits.shape[:-1], columns))
+        stride = (shape[1] * columns, columns, 1)
+        with torch.enable_grad(), loss_parallel():
+            every = DTensor.from_local(
+                logits.detach(), mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
+            ).requires_grad_()
+            loss = cross_entropy(every.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+            (gradient,) = torch.autograd.grad(loss, every)
+        ctx.save_for_backward(gradient.to_local())
+        return loss.full_tensor().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (of_logits,) = ctx.saved_tensors
+        return of_logits * gradient, None, None, None
+
+
+class WithLoss(Decoder):
+    """The decoder, which returns the loss where it is given targets."""
+
+    mesh: DeviceMesh
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits: Any = super().forward(tokens, positions)
+        if targets is None:
+            return logits.full_tensor()
+        return LossByTorch.apply(logits.to_local(), targets, self.mesh, self.output.out_features)
+
+
+def refuse(model: Decoder, mesh: DeviceMesh) -> None:
+    """Unsupported for models that PyTorch's plan cannot cut."""
+    size = model.size
+    if size.experts:
+        raise Unsupported("it cuts no experts")
+    if model.output.weight is model.tok_embeddings.weight:
+        raise Unsupported("parallelize_module would cut tied embeddings apart")
+    for heads in (size.heads, size.kv_heads):
+        if heads % mesh.size():
+            raise Unsupported(f"{heads} heads cannot be cut over {mesh.size()} ranks")
+
+
+def with_loss(model: Decoder, mesh: DeviceMesh) -> nn.Module:
+    """The model with a loss; parameters that the plan leaves are whole DTensors."""
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            if not isinstance(parameter, DTensor):
+                setattr(module, name, whole(parameter, mesh))
+    model.__class__ = WithLoss
+    model.mesh = mesh  # type: ignore[assignment]
+    return model
+
+
+def parallelize_by_torch(model: Decoder, mesh: DeviceMesh) -> nn.Module:
+    """See `impl.tensor_parallel.Parallelize`."""
+    refuse(model, mesh)
+    for layer in model.layers:
+        assert isinstance(layer.feed_forward, FeedForward)
+        plan = {f"attention.{name}": style for name, style in ATTENTION.items()}
+        parallelize_module(layer, mesh, plan | {f"feed_forward.{name}": style for name, style in FEED_FORWARD.items()})
+    logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(
+        model, mesh, {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()), "output": logits}
+    )
+    return with_loss(model, mesh)
+
+
+register(
+    "tensor_parallel",
+    "library",
+    parallelize_by_torch,
+    time=Race("plain"),
+    tested_briefly=True,
+    called="PyTorch's tensor parallelism",
+)

@@ -1,0 +1,53 @@
+"""PyTorch's own `SequenceParallel`: norms on slices of each sequence."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from impl.mesh.decoder import Decoder
+from impl.mesh.library import ATTENTION, FEED_FORWARD
+from impl.tensor_parallel.library import refuse, with_loss
+from shardmark.api import Race, Unsupported, register
+
+
+def parallelize_sequence_by_torch(model: Decoder, mesh: DeviceMesh) -> nn.Module:
+    """See `impl.tensor_parallel.Parallelize`."""
+    refuse(model, mesh)
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        raise Unsupported("PyTorch's SequenceParallel thaws frozen norms")
+    slices = RowwiseParallel(output_layouts=Shard(1))
+    plan = {
+        "attention_norm": SequenceParallel(),
+        "ffn_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None), use_local_output=True
+        ),
+        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        **{f"attention.{name}": style for name, style in (ATTENTION | {"wo": slices}).items()},
+        **{f"feed_forward.{name}": style for name, style in (FEED_FORWARD | {"w2": slices}).items()},
+    }
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)  # type: ignore[arg-type]
+    logits = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    parallelize_module(model, mesh, {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": logits})
+    return with_loss(model, mesh)
+
+
+register(
+    "tensor_parallel",
+    "library_sequence",
+    parallelize_sequence_by_torch,
+    time=Race("sequence"),
+    tested_briefly=True,
+    called="PyTorch's sequence parallelism",
+)
