@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from correctness.mesh.training import Trace, own_batches, train, traced
+from correctness.mesh.training import Trace, own_batches, traced, train
 from impl.mesh import Decoder, DecoderSize, MeshTrainer, Objective, OneProcess
 from impl.mesh.decoder import IGNORED, Batch
 from impl.tensor_parallel import TOKENS
@@ -38,7 +38,6 @@ class Kind:
     adam: bool = False
     """AdamW, whose step hides a factor of the gradients; otherwise SGD with momentum, whose step does not."""
     steps: int = 4
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 def _sized(**changes: Any) -> DecoderSize:
@@ -53,8 +52,10 @@ KINDS = {
     "biases": Kind(biases=True),
     "frozen": Kind(
         adam=True,
-        frozen=("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight")
-        + ("layers.1.ffn_norm.weight", "layers.1.feed_forward.w2.weight"),
+        frozen=(
+            *("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"),
+            *("layers.1.ffn_norm.weight", "layers.1.feed_forward.w2.weight"),
+        ),
     ),
 }
 

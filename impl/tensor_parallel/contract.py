@@ -29,7 +29,8 @@ class Parallelize(Protocol):
       equal on all ranks.
     - Parameters keep the model's own names. Those of attention, of the feed-forward networks, of the embedding and of
       the output are DTensors of which each rank has a part; others are DTensors that every rank has whole. Biases that
-      are added to a sum over ranks, and keys' and values' weights with heads that the ranks do not divide, may be whole.
+      are added to a sum over ranks may be whole, and so may keys' and values' weights whose heads the ranks do not
+      divide.
     - After a backward pass a gradient is a DTensor, in which a sum over ranks may still be to be made (`Partial`).
       Whole parameters stay bitwise equal on all ranks.
     - Frozen parameters keep their values, and tied ones stay one.
@@ -73,7 +74,5 @@ def _kind(model: Decoder, mesh: DeviceMesh) -> str | None:
 
 
 FAMILY = add_family(
-    Family(
-        "tensor_parallel", Parallelize, reference="plain", check=_check, may_refuse=(Refusable("models", _kind),)
-    )
+    Family("tensor_parallel", Parallelize, reference="plain", check=_check, may_refuse=(Refusable("models", _kind),))
 )

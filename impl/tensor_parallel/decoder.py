@@ -30,8 +30,9 @@ class Products(Protocol):
         (tokens, own columns) of all tokens."""
         ...
 
-    def row(self, x: Tensor, weight: Tensor) -> Tensor:
-        """A row-parallel product: of (tokens, own rows) with a weight (dim, own rows); returns (own tokens, dim)."""
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A row-parallel product: of (tokens, own rows) with a weight (dim, own rows); returns (own tokens, dim). The
+        bias, whole on every rank, is added to the sum, once."""
         ...
 
     def leave(self, summand: Tensor) -> Tensor:
@@ -49,18 +50,12 @@ def columns(products: Products, x: Tensor, *layers: tuple[Tensor, Tensor | None]
     return [out if bias is None else out + bias for out, (_, bias) in zip(outputs, layers, strict=True)]
 
 
-def row(products: Products, x: Tensor, layer: nn.Linear) -> Tensor:
-    """A row-parallel linear layer. The bias is added to the sum, once."""
-    out = products.row(x, local(layer.weight))
-    return out if layer.bias is None else out + products.whole(local(layer.bias))
-
-
 def normalized(products: Products, x: Tensor, norm: nn.RMSNorm) -> Tensor:
     return rms_norm(x, norm.normalized_shape, products.whole(local(norm.weight)), norm.eps)
 
 
 def own(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """This rank's parts of a linear layer that is cut by columns."""
+    """This rank's parts of a linear layer's weight and bias."""
     return local(layer.weight), None if layer.bias is None else local(layer.bias)
 
 
@@ -112,7 +107,7 @@ class ParallelAttention(nn.Module):
         if not self.kv_is_cut and k.shape[1] > 1:  # which heads share one may differ from rank to rank
             k, v = k[:, self.kv_of_heads], v[:, self.kv_of_heads]
         mixed = self.attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1)  # (tokens, own heads * head_dim)
-        return row(self.products, pad(mixed, (0, 0, 0, padding)) if padding else mixed, self.wo)
+        return self.products.row(pad(mixed, (0, 0, 0, padding)) if padding else mixed, *own(self.wo))
 
     def own_kv(self, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
         weight, bias = own(layer)
@@ -134,7 +129,7 @@ class ParallelFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = columns(self.products, x, own(self.w1), own(self.w3))
-        return row(self.products, silu(gate) * up, self.w2)
+        return self.products.row(silu(gate) * up, *own(self.w2))
 
 
 class ParallelLayer(nn.Module):
@@ -180,14 +175,20 @@ class TensorParallelDecoder(nn.Module):
         padding = -len(flat) % self.products.multiple
         if padding:  # with a token of the batch: another one's embedding might not be finite
             flat = torch.cat([flat, flat[-1:].expand(padding)])
-        x = self.products.leave(embedded(flat, local(self.tok_embeddings.weight), self.first))
+        x = self.embed(flat)
         for layer in self.layers:
             x = layer(x, positions)
         (logits,) = columns(self.products, normalized(self.products, x, self.norm), own(self.output))
         if targets is None:
             every = GatherColumns.apply(logits, self.vocabulary, self.products.group)
             return every[: tokens.numel()].view(*tokens.shape, self.vocabulary)
+        return self.losses(logits, pad(targets.flatten(), (0, padding), value=IGNORED))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(tokens) to (own tokens, dim)."""
+        return self.products.leave(embedded(tokens, local(self.tok_embeddings.weight), self.first))
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the losses, by own columns of the logits (tokens, own columns)."""
         precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return VocabularyLoss.apply(
-            precise, pad(targets.flatten(), (0, padding), value=IGNORED), self.first, self.products.group
-        )
+        return VocabularyLoss.apply(precise, targets, self.first, self.products.group)

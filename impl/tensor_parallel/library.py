@@ -83,9 +83,7 @@ def parallelize_by_torch(model: Decoder, mesh: DeviceMesh) -> nn.Module:
         plan = {f"attention.{name}": style for name, style in ATTENTION.items()}
         parallelize_module(layer, mesh, plan | {f"feed_forward.{name}": style for name, style in FEED_FORWARD.items()})
     logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    parallelize_module(
-        model, mesh, {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()), "output": logits}
-    )
+    parallelize_module(model, mesh, {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()), "output": logits})
     return with_loss(model, mesh)
 
 

@@ -27,8 +27,9 @@ class Plain:
         x = SumGradient.apply(x, self.group)
         return [linear(x, weight) for weight in weights]
 
-    def row(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.leave(linear(x, weight))
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = self.leave(linear(x, weight))
+        return out if bias is None else out + bias
 
     def leave(self, summand: Tensor) -> Tensor:
         return Sum.apply(summand, self.group)

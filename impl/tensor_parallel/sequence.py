@@ -1,5 +1,5 @@
-"""Sequence parallelism: norms and residuals on a slice of the tokens, which are gathered before column-parallel products
-and whose sums are scattered after row-parallel ones (Korthikanti et al., "Reducing Activation Recomputation in Large
+"""Sequence parallelism: norms and residuals on a slice of the tokens, which are gathered before column-parallel
+products, and whose sums are scattered after row-parallel ones (Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models", 2022). It sends as much as `plain`, but for gathering once more in backward what was not kept."""
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class ColumnProducts(torch.autograd.Function):
                 sums[-1].addmm_(part, weight)
             scattered.append(scatter(sums[-1], of_x.chunk(ctx.chunks)[index], ctx.group))
         wait(gathered)
-        of_weights = [
-            gradient.t() @ every if need else None for gradient, need in zip(gradients, needed, strict=True)
-        ]
+        of_weights = [gradient.t() @ every if need else None for gradient, need in zip(gradients, needed, strict=True)]
         wait(scattered)
         return of_x, None, None, *of_weights
 
@@ -98,8 +96,9 @@ class Sliced:
         x, *weights = as_autocast(x, *weights)
         return ColumnProducts.apply(x, self.chunks, self.group, *weights)
 
-    def row(self, x: Tensor, weight: Tensor) -> Tensor:
-        return RowProduct.apply(*as_autocast(x, weight), self.chunks, self.group)
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = RowProduct.apply(*as_autocast(x, weight), self.chunks, self.group)
+        return out if bias is None else out + self.whole(bias)
 
     def leave(self, summand: Tensor) -> Tensor:
         return ScatterSums.apply(summand, self.chunks, self.group)

@@ -1,0 +1,180 @@
+"""Single calls of a parallel model beside those of one process: logits, gradients, and what a rank sends and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from correctness.support.communication import delayed, recorded
+from correctness.tensor_parallel.training import KINDS, batches, model_of
+from impl.distributed import full
+from impl.mesh import Decoder, DecoderSize, token_losses
+from impl.mesh.decoder import Batch
+from impl.tensor_parallel.placing import local
+from shardmark.api import Implementation, Mesh
+from shardmark.meter.memory import meter
+
+WITHIN = 1e-12
+"""Relative to the largest value of a tensor, in float64."""
+
+
+@dataclass
+class Called:
+    """Results of calls, by name, whole."""
+
+    results: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def parallel(implementation: Implementation, mesh: Mesh, kind: str, device: str) -> nn.Module:
+    on = mesh.device_mesh(torch.device(device).type)
+    made: nn.Module = implementation.watched(model_of(kind, device), on["tp"])
+    return made
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _batch(kind: str, step: int, device: str = "cpu") -> Batch:
+    tokens, positions, targets = batches(2, step, KINDS[kind].size.vocabulary)[0]
+    return tokens.to(device), positions.to(device), targets.to(device)
+
+
+def _transposed(batch: Batch) -> tuple[Tensor, ...]:
+    """The same tensors, whose rows do not lie one after the other."""
+    return tuple(each.t().contiguous().t() for each in batch)
+
+
+def _with_logits(model: nn.Module, kind: str, device: str) -> Called:
+    """Logits, by which two losses are differentiated: one whose gradient is expanded, and one of random weights."""
+    tokens, positions, _ = _transposed(_batch(kind, 1, device))
+    logits = model(tokens, positions)
+    logits.sum().backward(retain_graph=True)
+    random = torch.Generator().manual_seed(3)
+    weights = torch.randn(logits.shape, generator=random, dtype=torch.float64).to(device)
+    (logits * weights).sum().backward()
+    return Called({"the logits": logits.detach().cpu()}, _gradients(model))
+
+
+def logits_on_rank(implementation: Implementation, mesh: Mesh, kind: str, device: str) -> Called:
+    return _with_logits(parallel(implementation, mesh, kind, device), kind, device)
+
+
+@cache
+def logits_in_one_process(kind: str) -> Called:
+    return _with_logits(model_of(kind, "cpu"), kind, "cpu")
+
+
+def two_calls_on_rank(implementation: Implementation, mesh: Mesh, device: str, late: bool = False) -> Called:
+    """Two forward passes before their backward passes, of which the last is the first; with `late`, one rank begins
+    each collective late."""
+    model = parallel(implementation, mesh, "even", device)
+    with delayed(before=0.02 if late else 0.0, on=0):
+        first, second = (model(*_batch("even", step, device)) for step in (1, 3))
+        second.backward()
+        (2 * first).backward()
+    results = {"the first loss": first.detach().cpu(), "the second loss": second.detach().cpu()}
+    return Called(results, _gradients(model))
+
+
+@cache
+def two_calls_in_one_process() -> Called:
+    model = model_of("even", "cpu")
+    first, second = (token_losses(model, _batch("even", step)) for step in (1, 3))
+    second.backward()
+    (2 * first).backward()
+    return Called({"the first loss": first.detach(), "the second loss": second.detach()}, _gradients(model))
+
+
+def autocast_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> Called:
+    """A call in bfloat16 of a model in float32."""
+    on = mesh.device_mesh(torch.device(device).type)
+    model = implementation.watched(model_of("biases", device).float(), on["tp"])
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        loss = model(*_batch("biases", 1, device))
+    loss.backward()
+    return Called({"the loss": loss.detach().cpu()}, _gradients(model))
+
+
+@cache
+def autocast_in_one_process() -> tuple[Called, Called]:
+    """In bfloat16, and in float64."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = model_of("biases", "cpu").to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            loss = token_losses(model, _batch("biases", 1))
+        loss.backward()
+        found.append(Called({"the loss": loss.detach()}, _gradients(model)))
+    return found[0], found[1]
+
+
+def differences(ranks: Sequence[Called], expected: Called) -> Iterator[str]:
+    """A line for each result or gradient that is not that of one process."""
+    for rank, found in enumerate(ranks):
+        for what, own, right in (("", found.results, expected.results), ("of ", found.gradients, expected.gradients)):
+            for name, value in right.items():
+                error = _error(own, name, value)
+                if not error <= WITHIN:
+                    yield f"{'gradients ' * bool(what)}{what}{name} on rank {rank}: off by {error:.3g} of the largest"
+
+
+def _error(own: Mapping[str, Tensor], name: str, right: Tensor) -> float:
+    if name not in own or own[name].shape != right.shape:
+        return torch.inf
+    return ((own[name].double() - right).abs().max() / right.abs().max().clamp(min=1e-3)).item()
+
+
+def rounding_differences(ranks: Sequence[Called], rounded: Called, right: Called) -> Iterator[str]:
+    """A line for each tensor that is further from float64 than four times bfloat16's own error in one process, and than
+    a few roundings of the largest."""
+    for rank, found in enumerate(ranks):
+        for what in ("results", "gradients"):
+            own, once, exact = (getattr(each, what) for each in (found, rounded, right))
+            for name, value in exact.items():
+                error, allowed = _error(own, name, value), max(4 * _error(once, name, value), 2**-7)
+                if not error <= allowed:
+                    yield f"{what} {name} on rank {rank}: off by {error:.3g} of the largest, allowed {allowed:.3g}"
+
+
+def parts_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> dict[str, tuple[int, int, int]]:
+    """By name: elements of a parameter, those that this rank has, and those of the memory that they keep alive."""
+    model = parallel(implementation, mesh, "sizes_that_do_not_divide", device)
+    found = {}
+    for name, parameter in model.named_parameters():
+        own = local(parameter.detach())
+        kept = own.untyped_storage().nbytes() // own.itemsize
+        found[name] = parameter.numel(), own.numel(), kept
+    return found
+
+
+WIDE = DecoderSize(dim=8, layers=1, heads=4, kv_heads=4, hidden=8, vocabulary=8192)
+"""A vocabulary beside which all else is small."""
+
+
+def peak_with_targets_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> int:
+    """Bytes at the peak of a forward and a backward pass beyond the model's own."""
+    torch.manual_seed(0)
+    model = implementation.watched(Decoder(WIDE).to(device), mesh.device_mesh(torch.device(device).type)["tp"])
+    tokens = torch.randint(WIDE.vocabulary, (8, 32), device=device)
+    positions = torch.arange(32, device=device).expand(8, 32)
+    with meter(device) as memory:
+        model(tokens, positions, tokens).backward()
+    return memory.tensors
+
+
+def sent_on_rank(implementation: Implementation, mesh: Mesh, kind: str, device: str) -> dict[str, int]:
+    """Bytes sent in a forward and a backward pass, by name of the collective."""
+    model = parallel(implementation, mesh, kind, device)
+    batch = _batch(kind, 1, device)
+    with recorded() as started:
+        model(*batch).backward()
+    found: dict[str, int] = {}
+    for each in started:
+        found[each.name] = found.get(each.name, 0) + each.sent
+    return found

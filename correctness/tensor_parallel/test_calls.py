@@ -1,0 +1,77 @@
+"""Calls of a parallel model: logits, gradients, bytes held and sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from correctness.support.complaints import assert_none
+from correctness.tensor_parallel.calls import (
+    WIDE,
+    autocast_in_one_process,
+    autocast_on_rank,
+    differences,
+    logits_in_one_process,
+    logits_on_rank,
+    parts_on_rank,
+    peak_with_targets_on_rank,
+    rounding_differences,
+    two_calls_in_one_process,
+    two_calls_on_rank,
+)
+from shardmark.api import Implementation, Mesh
+from shardmark.plugin import WorldsBySize
+
+pytestmark = pytest.mark.family("tensor_parallel")
+
+CUT = ("attention.", "feed_forward.", "tok_embeddings.", "output.")
+
+
+@pytest.mark.meshes("tp=2", "tp=3")
+@pytest.mark.parametrize("kind", ["even", "sizes_that_do_not_divide", "few_kv_heads"])
+def test_logits_are_whole_on_every_rank(
+    implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
+) -> None:
+    """With tokens that do not lie one after the other, and gradients of logits that are expanded."""
+    ranks = worlds(mesh.size).run(logits_on_rank, implementation, mesh, kind, device)
+    assert_none(differences(ranks, logits_in_one_process(kind)))
+
+
+@pytest.mark.meshes("tp=2")
+@pytest.mark.parametrize("late", [False, True], ids=["at_once", "late_collectives"])
+def test_two_calls_before_their_backward_passes(
+    implementation: Implementation, mesh: Mesh, late: bool, worlds: WorldsBySize, device: str
+) -> None:
+    ranks = worlds(mesh.size).run(two_calls_on_rank, implementation, mesh, device, late)
+    assert_none(differences(ranks, two_calls_in_one_process()))
+
+
+@pytest.mark.meshes("tp=2")
+def test_autocast_is_as_near_as_in_one_process(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    ranks = worlds(mesh.size).run(autocast_on_rank, implementation, mesh, device)
+    assert_none(rounding_differences(ranks, *autocast_in_one_process()))
+
+
+@pytest.mark.meshes("tp=2", "tp=3", "tp=4")
+def test_each_rank_has_its_part_of_every_matrix(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    """And no memory of the others'."""
+    for rank, parts in enumerate(worlds(mesh.size).run(parts_on_rank, implementation, mesh, device)):
+        for name, (every, own, kept) in parts.items():
+            if name.startswith(CUT) or any(f".{part}" in name for part in CUT):
+                assert own <= every * (1 / mesh.size + 0.05), f"rank {rank} has {own:,} of {every:,} values of {name}"
+            assert kept == own, f"rank {rank} keeps {kept:,} values alive for the {own:,} that it has of {name}"
+
+
+@pytest.mark.meshes("tp=2")
+def test_no_rank_has_the_whole_logits(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    """Forward and backward of the loss keep three copies of a rank's own columns at most: of the logits, of their
+    exponentials, and of the gradient. Two gathered ones would be four."""
+    columns = 8 * 32 * WIDE.vocabulary * 4 // mesh.size
+    weights = 3 * WIDE.vocabulary // mesh.size * WIDE.dim * 4
+    for found in worlds(mesh.size).run(peak_with_targets_on_rank, implementation, mesh, device):
+        assert found < 3.2 * columns + weights, f"{found:,} bytes, {found / columns:.2f} times a rank's own logits"

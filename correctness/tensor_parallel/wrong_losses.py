@@ -1,0 +1,246 @@
+"""Defects of tensor parallelism: losses by a part of the vocabulary, collectives that are not waited for, and memory
+that is not saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from correctness.support.planting import defect
+from correctness.tensor_parallel.wrong import Planted
+from impl.mesh.decoder import IGNORED, Decoder
+from impl.tensor_parallel import Sliced
+from impl.tensor_parallel.communication import GatherColumns, Group, Sum, gather, scatter, wait
+from impl.tensor_parallel.placing import local, whole
+from impl.tensor_parallel.vocabulary import own_rows
+
+
+class BySteps(Planted):
+    """Right: the loss by operators that autograd differentiates."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        logits = logits - self.largest(logits)[:, None]
+        columns, own = own_rows(targets, logits.shape[1], self.first)
+        picked = logits.gather(1, columns[:, None]).squeeze(1) * own
+        sums = self.summed(logits.exp().sum(1))
+        return self.total(sums.log() - self.summed(picked), targets != IGNORED)
+
+    def largest(self, logits: Tensor) -> Tensor:
+        found = logits.detach().amax(1)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.products.group)
+        return found
+
+    def summed(self, x: Tensor) -> Tensor:
+        return Sum.apply(x, self.products.group)
+
+    def total(self, losses: Tensor, counted: Tensor) -> Tensor:
+        return (losses * counted).sum()
+
+
+@defect(cause="numerics", caught_by="test_steps_are_those_of_one_process[TakesItsOwnLargest-tp2-even")
+class TakesItsOwnLargest(BySteps):
+    """Each rank subtracts its own largest logit, and exponentials of different scales are added up."""
+
+    def largest(self, logits: Tensor) -> Tensor:
+        return logits.detach().amax(1)
+
+
+@defect(cause="masks", caught_by="test_steps_are_those_of_one_process[CountsIgnoredTargets-tp2-even")
+class CountsIgnoredTargets(BySteps):
+    """deepspeedai/DeepSpeed#6882: a loss by parts of the vocabulary takes targets that are to be ignored as any."""
+
+    def total(self, losses: Tensor, counted: Tensor) -> Tensor:
+        return losses.sum()
+
+
+@defect(cause="gradients", caught_by="test_steps_are_those_of_one_process[AddsGradientsOfEveryRank-tp2-even")
+class AddsGradientsOfEveryRank(BySteps):
+    """The gradient of a sum that every rank uses alike is summed over the ranks once more, as
+    `torch.distributed.nn.all_reduce` does."""
+
+    def summed(self, x: Tensor) -> Tensor:
+        return SumBothWays.apply(x, self.products.group)
+
+
+class SumBothWays(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+@defect(cause="communication", caught_by="test_steps_are_those_of_one_process[TakesWholeLogitsForParts-tp2-even")
+class TakesWholeLogitsForParts(Planted):
+    """NVIDIA/Megatron-LM#7452: the loss by parts gets gathered logits, and sums the exponentials of every rank: it is
+    too large by the logarithm of the number of ranks."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        every = GatherColumns.apply(logits, self.vocabulary, self.products.group)
+        return TargetsOnce.apply(every, targets, self.products.group)
+
+
+class TargetsOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            own = logits.detach().requires_grad_()
+            sums = Sum.apply(own.exp().sum(1), group)
+            picked = own.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+            loss = ((sums.log() - picked) * (targets != IGNORED)).sum()
+            (gradient,) = torch.autograd.grad(loss, own)
+        ctx.save_for_backward(gradient)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.saved_tensors[0] * gradient, None, None
+
+
+@defect(cause="memory", caught_by="test_no_rank_has_the_whole_logits[GathersLogitsForTheLoss")
+class GathersLogitsForTheLoss(Planted):
+    """tenstorrent/tt-metal#45005: trainers compute the loss by whole logits, although a loss by parts is there."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        every = GatherColumns.apply(logits, self.vocabulary, self.products.group)
+        return cross_entropy(every, targets, ignore_index=IGNORED, reduction="sum")
+
+
+@defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[LosesTheLastTokens-tp2-even")
+class LosesTheLastTokens(Planted):
+    """Tokens that the ranks do not divide have no loss."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        kept = len(targets) - len(targets) % self.products.group.size()
+        return super().losses(logits[:kept], targets[:kept])
+
+
+class GatheredTooEarly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        every, handles = gather(x, 1, group)
+        outputs = tuple(every @ weight.t() for weight in weights)
+        wait(handles)
+        ctx.group = group
+        ctx.save_for_backward(every, *weights)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        every, *weights = ctx.saved_tensors
+        sums = sum(gradient @ weight for gradient, weight in zip(gradients, weights, strict=True))
+        assert isinstance(sums, Tensor)
+        own = sums.new_empty(sums.shape[0] // ctx.group.size(), sums.shape[1])
+        scatter(sums, own, ctx.group).wait()
+        return own, None, *(gradient.t() @ every for gradient in gradients)
+
+
+class _DoesNotWait(Sliced):
+    def column(self, x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return GatheredTooEarly.apply(x, self.group, *weights)
+
+
+@defect(cause="handles", caught_by="test_two_calls_before_their_backward_passes[MultipliesTooEarly-tp2-late")
+class MultipliesTooEarly(Planted):
+    """The gathered tokens are multiplied before their handle is waited for."""
+
+    products_of = _DoesNotWait
+
+
+class OneBuffer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int, group: Group) -> Tensor:  # type: ignore[override]
+        ctx.chunks, ctx.group = chunks, group
+        ctx.save_for_backward(x, weight)
+        own = x.new_empty(x.shape[0] // group.size(), weight.shape[0])
+        summand, handles = x.new_empty(x.shape[0] // chunks, weight.shape[0]), []
+        for part, out in zip(x.chunk(chunks), own.chunk(chunks), strict=True):
+            torch.mm(part, weight.t(), out=summand)
+            handles.append(scatter(summand, out, group))
+        wait(handles)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        every, handles = gather(gradient, ctx.chunks, ctx.group)
+        wait(handles)
+        return every @ weight, every.t() @ x, None, None
+
+
+class _OneBuffer(Sliced):
+    def __init__(self, group: Group) -> None:
+        super().__init__(group, 4)
+
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = OneBuffer.apply(x, weight, self.chunks, self.group)
+        return out if bias is None else out + self.whole(bias)
+
+
+@defect(cause="handles", caught_by="test_two_calls_before_their_backward_passes[OverwritesWhatIsSent-tp2-late")
+class OverwritesWhatIsSent(Planted):
+    """Each chunk's product is written into the buffer from which the one before is being sent."""
+
+    products_of = _OneBuffer
+
+
+@defect(cause="memory", caught_by="test_each_rank_has_its_part_of_every_matrix[KeepsWholeWeights-tp2")
+class KeepsWholeWeights(Planted):
+    """A rank's part is a view of the whole weight, whose memory stays."""
+
+    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
+        every = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        super().__init__(model, mesh)
+        for name, parameter in [*self.named_parameters()]:
+            assert isinstance(parameter, DTensor)
+            placement = parameter.placements[0]
+            if placement.is_shard():
+                own = every[name].chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+                stride = parameter.stride()
+                made = DTensor.from_local(own, mesh, [placement], run_check=False, shape=parameter.shape, stride=stride)
+                owner, _, last = name.rpartition(".")
+                setattr(self.get_submodule(owner), last, nn.Parameter(made))
+
+
+@defect(cause="memory", caught_by="test_each_rank_has_its_part_of_every_matrix[CutsNothing-tp2")
+class CutsNothing(nn.Module):
+    """Every rank trains the whole model: all is right, and nothing saved."""
+
+    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.whole = model
+        for module in model.modules():
+            for name, parameter in [*module.named_parameters(recurse=False)]:
+                setattr(module, name, whole(parameter, mesh))
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        own = {name: local(parameter) for name, parameter in self.whole.named_parameters()}
+        logits: Tensor = functional_call(self.whole, own, (tokens, positions))
+        if targets is None:
+            return logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@defect(cause="communication", caught_by="test_steps_are_those_of_one_process[LosesByOwnColumns-tp2-even")
+class LosesByOwnColumns(Planted):
+    """Each rank's loss is by its own part of the vocabulary, as if that were the whole."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        columns, own = own_rows(targets, logits.shape[1], self.first)
+        losses = cross_entropy(logits, columns, reduction="none") * own
+        return Sum.apply(losses.sum(), self.products.group)
