@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from correctness.support.communication import delayed, recorded
-from correctness.tensor_parallel.training import KINDS, batches, model_of
+from correctness.tensor_parallel.training import batches, model_of
 from impl.distributed import full
 from impl.mesh import Decoder, DecoderSize, token_losses
 from impl.mesh.decoder import Batch
@@ -41,7 +41,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _batch(kind: str, step: int, device: str = "cpu") -> Batch:
-    tokens, positions, targets = batches(2, step, KINDS[kind].size.vocabulary)[0]
+    tokens, positions, targets = batches(kind, 2, step)[0]
     return tokens.to(device), positions.to(device), targets.to(device)
 
 

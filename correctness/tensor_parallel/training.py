@@ -21,8 +21,6 @@ from impl.mesh.decoder import IGNORED, Batch
 from impl.tensor_parallel import TOKENS
 from shardmark.api import Implementation, Mesh, find_blocks
 
-CONTEXT = 7
-"""Tokens of a row: two, three and four ranks do not divide them."""
 MAX_NORM = 2.0
 EVEN = DecoderSize(dim=48, heads=24, kv_heads=12, hidden=48, vocabulary=48)
 """Sizes that two, three and four ranks divide."""
@@ -38,6 +36,8 @@ class Kind:
     adam: bool = False
     """AdamW, whose step hides a factor of the gradients; otherwise SGD with momentum, whose step does not."""
     steps: int = 4
+    context: int = 12
+    """Tokens of a row."""
 
 
 def _sized(**changes: Any) -> DecoderSize:
@@ -46,8 +46,8 @@ def _sized(**changes: Any) -> DecoderSize:
 
 KINDS = {
     "even": Kind(steps=20),
-    "sizes_that_do_not_divide": Kind(_sized(hidden=50, vocabulary=53)),
-    "few_kv_heads": Kind(_sized(kv_heads=3), biases=True),
+    "sizes_that_do_not_divide": Kind(_sized(hidden=50, vocabulary=53), context=7),
+    "few_kv_heads": Kind(_sized(kv_heads=3), biases=True, context=5),
     "tied": Kind(_sized(tied=True)),
     "biases": Kind(biases=True),
     "frozen": Kind(
@@ -87,21 +87,16 @@ def optimizer_of(kind: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> O
 
 
 @cache
-def batches(row_groups: int, step: int, vocabulary: int = EVEN.vocabulary) -> tuple[Batch, ...]:
+def batches(kind: str, row_groups: int, step: int) -> tuple[Batch, ...]:
     """The whole micro-batches of a step: one or two, with targets left out here and there."""
-    random = torch.Generator().manual_seed(100 + step)
-    found = []
+    random, chosen, found = torch.Generator().manual_seed(100 + step), KINDS[kind], []
     for micro in range(1 + step % 2):
-        shape = row_groups + (step + micro) % 3, CONTEXT
-        tokens, targets = (torch.randint(vocabulary, shape, generator=random) for _ in range(2))
+        shape = row_groups + (step + micro) % 3, chosen.context
+        tokens, targets = (torch.randint(chosen.size.vocabulary, shape, generator=random) for _ in range(2))
         targets[torch.rand(shape, generator=random) > 0.7] = IGNORED
         targets[0, 0] = 0
-        found.append((tokens, torch.arange(CONTEXT).expand(shape), targets))
+        found.append((tokens, torch.arange(chosen.context).expand(shape), targets))
     return tuple(found)
-
-
-def of_kind(kind: str, row_groups: int, step: int) -> tuple[Batch, ...]:
-    return batches(row_groups, step, KINDS[kind].size.vocabulary)
 
 
 def composed(implementation: Implementation, model: Decoder, mesh: DeviceMesh) -> nn.Module:
@@ -130,10 +125,10 @@ def train_on_rank(
         max_norm=MAX_NORM,
         objective=Objective(losses=_recomputed) if recomputes else TOKENS,
     )
-    return traced(trainer, partial(own_batches, mesh, device, of=partial(of_kind, kind)), steps)
+    return traced(trainer, partial(own_batches, mesh, device, of=partial(batches, kind)), steps)
 
 
 @cache
 def in_one_process(row_groups: int, kind: str, steps: int) -> Trace:
     trainer = OneProcess(partial(model_of, kind, "cpu"), partial(optimizer_of, kind), None, max_norm=MAX_NORM)
-    return train(trainer, partial(of_kind, kind, row_groups), range(steps), MAX_NORM)
+    return train(trainer, partial(batches, kind, row_groups), range(steps), MAX_NORM)

@@ -1,24 +1,20 @@
-"""Defects of tensor parallelism: sums that are not made, made twice, or scaled, and heads and rows that are another
-rank's."""
+"""Defects of tensor parallelism: sums over ranks that are not made, made twice, scaled, or made of something else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from correctness.support.planting import defect
 from impl.mesh.decoder import Decoder
 from impl.tensor_parallel import Plain, Sliced, TensorParallelDecoder
 from impl.tensor_parallel.communication import Group, Sum, SumGradient
-from impl.tensor_parallel.decoder import ParallelAttention, own
-from impl.tensor_parallel.placing import cut, local
 
 
 class Planted(TensorParallelDecoder):
@@ -82,12 +78,12 @@ class AveragesNormsOnSlices(Planted):
 
 class SumOfACopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         dist.all_reduce(x.contiguous(), group=group)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -107,14 +103,14 @@ class SumsACopy(Planted):
 
 class ScatterAsItLies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         own = x.new_empty(x.shape[0] // group.size(), x.shape[1])
         dist.reduce_scatter_tensor(own, x.t(), group=group)
         return own
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         every = gradient.new_empty(gradient.shape[0] * ctx.group.size(), gradient.shape[1])
         dist.all_gather_into_tensor(every, gradient.contiguous(), group=ctx.group)
         return every, None
@@ -154,12 +150,12 @@ class _SumsInItsOwnOrder(Sliced):
 
 class InOwnOrder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         parts = [torch.empty_like(gradient) for _ in range(ctx.group.size())]
         dist.all_gather(parts, gradient.contiguous(), group=ctx.group)
         first = ctx.group.rank()
@@ -188,89 +184,14 @@ class SumsOverTheWorld(Planted):
     products_of = _OnTheWorld
 
 
-class WithAttention(Planted):
-    """Right: each attention's keys and values as `own_kv` has them."""
-
-    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
-        super().__init__(model, mesh)
-        for layer in self.layers:
-            self.change(layer.attention)
-
-    def change(self, attention: Any) -> None: ...
-
-
-def _own_gradient(attention: ParallelAttention, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    weight, bias = own(layer)
-    if attention.kv_is_cut:
-        return weight, bias
-    return weight[attention.kv_rows], None if bias is None else bias[attention.kv_rows]
-
-
-@defect(cause="gradients", caught_by="test_steps_are_those_of_one_process[ForgetsSharedKeys-tp2-few_kv_heads")
-class ForgetsSharedKeys(WithAttention):
-    """bigcode-project/Megatron-LM#37: keys' and values' weights, of which all ranks use some, get the gradient of the
-    rank's own queries alone."""
-
-    def change(self, attention: Any) -> None:
-        attention.own_kv = MethodType(_own_gradient, attention)
-
-
-@defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[PairsHeadsAnew-tp2-few_kv_heads")
-class PairsHeadsAnew(WithAttention):
-    """A rank's queries are paired with its keys from its own first one on, as if none shared a head with the rank
-    before."""
-
-    def change(self, attention: Any) -> None:
-        count, kv = len(attention.kv_of_heads), max(attention.kv_of_heads) + 1
-        attention.kv_of_heads = [head * kv // count for head in range(count)]
-
-
-@defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[CountsRowsRoundedDown-tp2-sizes_that")
-class CountsRowsRoundedDown(Planted):
-    """The first row of a rank's vocabulary is its number times the rounded share, which is right where it divides."""
-
-    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
-        super().__init__(model, mesh)
-        self.first = mesh.get_local_rank() * (self.vocabulary // mesh.size())
-
-
-@defect(cause="masks", caught_by="test_steps_are_those_of_one_process[EmbedsOthersTokens-tp2-even")
-class EmbedsOthersTokens(Planted):
-    """A token that is another rank's has this rank's first row added to its embedding."""
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        weight = local(self.tok_embeddings.weight)
-        mine = (tokens >= self.first) & (tokens < self.first + weight.shape[0])
-        return self.products.leave(embedding(torch.where(mine, tokens - self.first, 0), weight))
-
-
-@defect(cause="state", caught_by="test_steps_are_those_of_one_process[CutsTiedOnesApart-tp2-tied")
-class CutsTiedOnesApart(Planted):
-    """The embedding and the output are cut one after the other, and are two parameters from then on."""
-
-    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
-        whole = model.tok_embeddings.weight
-        super().__init__(model, mesh)
-        self.output.weight = cut(whole, mesh, 0)
-
-
-@defect(cause="state", caught_by="test_steps_are_those_of_one_process[Thaws-tp2-frozen")
-class Thaws(Planted):
-    """New parameters take the place of the old, and all of them are trained."""
-
-    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
-        super().__init__(model, mesh)
-        self.requires_grad_(True)
-
-
 class StopsBelowFrozen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         return (gradient @ weight, gradient.t() @ x) if ctx.needs_input_grad[1] else (torch.zeros_like(x), None)
 
@@ -301,13 +222,13 @@ _LAST: dict[int, list[Tensor]] = {}
 
 class OfTheLast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, kept: list[Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kept: list[Tensor]) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.kept = kept
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (weight,) = ctx.saved_tensors
         return gradient @ weight, gradient.t() @ ctx.kept[0], None
 

@@ -28,11 +28,11 @@ class Sum(torch.autograd.Function):
     """The sum of the ranks' summands, which all ranks use alike: g of Shoeybi et al., "Megatron-LM", 2019."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         return summed(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -40,12 +40,12 @@ class SumGradient(torch.autograd.Function):
     """A tensor that each rank uses in its part of the work: its gradient is the sum of theirs. f of Megatron-LM."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return summed(gradient, ctx.group), None
 
 
@@ -54,7 +54,7 @@ class GatherColumns(torch.autograd.Function):
     alike."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, columns: int, group: Group) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, own: Tensor, columns: int, group: Group) -> Tensor:
         ranks, tokens = group.size(), own.shape[0]
         most = -(-columns // ranks)
         ctx.first, ctx.own = group.rank() * most, own.shape[1]
@@ -64,7 +64,7 @@ class GatherColumns(torch.autograd.Function):
         return every_rank.view(ranks, tokens, most).transpose(0, 1).reshape(tokens, -1)[:, :columns]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient.narrow(1, ctx.first, ctx.own), None, None
 
 
@@ -92,7 +92,7 @@ class ScatterSums(torch.autograd.Function):
     Large Transformer Models", 2022)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: int, group: Group) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, chunks: int, group: Group) -> Tensor:
         ctx.chunks, ctx.group = chunks, group
         own = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
         parts = zip(x.contiguous().chunk(chunks), own.chunk(chunks), strict=True)
@@ -100,7 +100,7 @@ class ScatterSums(torch.autograd.Function):
         return own
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         every, handles = gather(gradient, ctx.chunks, ctx.group)
         wait(handles)
         return every, None, None

@@ -28,11 +28,11 @@ class Parallelize(Protocol):
     - Losses, logits and gradients are those of one process, in float64 to 1e-12 at the first step; the loss is bitwise
       equal on all ranks.
     - Parameters keep the model's own names. Those of attention, of the feed-forward networks, of the embedding and of
-      the output are DTensors of which each rank has a part; others are DTensors that every rank has whole. Biases that
-      are added to a sum over ranks may be whole, and so may keys' and values' weights whose heads the ranks do not
-      divide.
-    - After a backward pass a gradient is a DTensor, in which a sum over ranks may still be to be made (`Partial`).
-      Whole parameters stay bitwise equal on all ranks.
+      the output are DTensors of which each rank has a part; every rank has the others whole, as DTensors or plain
+      tensors. Biases that are added to a sum over ranks may be whole, and so may keys' and values' weights whose heads
+      the ranks do not divide.
+    - After a backward pass the gradient of a DTensor is one, in which a sum over ranks may still be to be made
+      (`Partial`). Whole parameters stay bitwise equal on all ranks.
     - Frozen parameters keep their values, and tied ones stay one.
     - With targets, no rank has the whole logits (Shoeybi et al., "Megatron-LM", 2019).
     - FSDP2 over another axis may be put around the module and its layers, and `torch.utils.checkpoint` around a call.

@@ -21,9 +21,13 @@ class Products(Protocol):
     """Products between parts of weights, and what is sent for them. Between layers a rank has its own tokens: all of
     them, or a slice."""
 
-    group: Group
-    multiple: int
-    """The number of tokens is padded to a multiple of it."""
+    @property
+    def group(self) -> Group: ...
+
+    @property
+    def multiple(self) -> int:
+        """The number of tokens is padded to a multiple of it."""
+        ...
 
     def column(self, x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """Column-parallel products: of own tokens, (own tokens, dim), with each weight (own columns, dim); returns

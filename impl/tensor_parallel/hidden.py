@@ -1,5 +1,6 @@
 """Sequence parallelism in chunks: while one chunk of the tokens is multiplied, the next is gathered, and the sums of
-the one before are scattered (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", 2023)."""
+the one before are scattered (Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
+Deep Learning Models", 2023)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 
 from impl.mesh.decoder import IGNORED, Decoder, FeedForward
 from impl.mesh.library import ATTENTION, FEED_FORWARD
-from impl.tensor_parallel.placing import whole
 from shardmark.api import Race, Unsupported, register
 
 
@@ -22,20 +21,20 @@ class LossByTorch(torch.autograd.Function):
     that the gradient is found at once."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, mesh: DeviceMesh, columns: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, mesh: DeviceMesh, columns: int) -> Tensor:
         shape = torch.Size((*logits.shape[:-1], columns))
         stride = (shape[1] * columns, columns, 1)
         with torch.enable_grad(), loss_parallel():
-            every = DTensor.from_local(
+            every: Any = DTensor.from_local(
                 logits.detach(), mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
             ).requires_grad_()
-            loss = cross_entropy(every.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+            loss: Any = cross_entropy(every.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
             (gradient,) = torch.autograd.grad(loss, every)
         ctx.save_for_backward(gradient.to_local())
         return loss.full_tensor().detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (of_logits,) = ctx.saved_tensors
         return of_logits * gradient, None, None, None
 
@@ -65,11 +64,7 @@ def refuse(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def with_loss(model: Decoder, mesh: DeviceMesh) -> nn.Module:
-    """The model with a loss; parameters that the plan leaves are whole DTensors."""
-    for module in model.modules():
-        for name, parameter in [*module.named_parameters(recurse=False)]:
-            if not isinstance(parameter, DTensor):
-                setattr(module, name, whole(parameter, mesh))
+    """The model, whose output is a DTensor of logits, with a loss."""
     model.__class__ = WithLoss
     model.mesh = mesh  # type: ignore[assignment]
     return model

@@ -20,10 +20,12 @@ from shardmark.api import Race, Unsupported, register
 
 
 def parallelize_sequence_by_torch(model: Decoder, mesh: DeviceMesh) -> nn.Module:
-    """See `impl.tensor_parallel.Parallelize`."""
+    """See `impl.tensor_parallel.Parallelize`. Each row's context must be a multiple of the ranks: others raise."""
     refuse(model, mesh)
     if not all(parameter.requires_grad for parameter in model.parameters()):
         raise Unsupported("PyTorch's SequenceParallel thaws frozen norms")
+    if model.size.hidden % mesh.size() or model.size.vocabulary % mesh.size():
+        raise Unsupported("it takes sizes that the ranks divide, as it does contexts")
     slices = RowwiseParallel(output_layouts=Shard(1))
     plan = {
         "attention_norm": SequenceParallel(),
@@ -36,7 +38,7 @@ def parallelize_sequence_by_torch(model: Decoder, mesh: DeviceMesh) -> nn.Module
         **{f"feed_forward.{name}": style for name, style in (FEED_FORWARD | {"w2": slices}).items()},
     }
     for layer in model.layers:
-        parallelize_module(layer, mesh, plan)  # type: ignore[arg-type]
+        parallelize_module(layer, mesh, plan)
     logits = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     parallelize_module(model, mesh, {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": logits})

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardmark.api import Unsupported
 
 
-def cut(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+def cut(parameter: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
     """A DTensor of which each rank has its part along `dim`, as `Tensor.chunk` cuts it: the last one may be smaller.
     Unsupported where a rank would have none."""
     parts = parameter.detach().chunk(mesh.size(), dim)
@@ -18,7 +18,7 @@ def cut(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
     return _placed(parts[mesh.get_local_rank()], parameter, mesh, Shard(dim))
 
 
-def whole(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def whole(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     """A DTensor that every rank has whole."""
     return _placed(parameter.detach(), parameter, mesh, Replicate())
 
@@ -28,7 +28,7 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _placed(part: Tensor, parameter: nn.Parameter, mesh: DeviceMesh, placement: Shard | Replicate) -> nn.Parameter:
+def _placed(part: Tensor, parameter: Tensor, mesh: DeviceMesh, placement: Shard | Replicate) -> nn.Parameter:
     own = part.clone().contiguous()  # does not keep the whole parameter alive
     shape, stride = parameter.shape, parameter.contiguous().stride()
     made = DTensor.from_local(own, mesh, [placement], run_check=False, shape=shape, stride=stride)

@@ -1,6 +1,7 @@
 """Sequence parallelism: norms and residuals on a slice of the tokens, which are gathered before column-parallel
-products, and whose sums are scattered after row-parallel ones (Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022). It sends as much as `plain`, but for gathering once more in backward what was not kept."""
+products, and whose sums are scattered after row-parallel ones (Korthikanti et al., "Reducing Activation Recomputation
+in Large Transformer Models", 2022). It sends as much as `plain`, but for gathering once more in backward what was not
+kept."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class ColumnProducts(torch.autograd.Function):
     """Products of the gathered tokens. Backward has the slice alone, and gathers it again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: int, group: Group, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, chunks: int, group: Group, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.chunks, ctx.group = chunks, group
         ctx.save_for_backward(x, *weights)
         every, handles = gather(x, chunks, group)
@@ -35,18 +36,18 @@ class ColumnProducts(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        needs_x, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        needs_x, _, _, *needed = ctx.needs_input_grad
         every, gathered = gather(x, ctx.chunks, ctx.group) if any(needed) else (x, [])
-        of_x, scattered = (torch.empty_like(x, memory_format=torch.contiguous_format), []) if needs_x else (None, [])
-        sums = []  # alive until they are sent
-        for index in range(ctx.chunks if needs_x else 0):
+        of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+        sums, scattered = [], []  # the sums are alive until they are sent
+        for index, own in enumerate(() if of_x is None else of_x.chunk(ctx.chunks)):
             parts = [gradient.chunk(ctx.chunks)[index] for gradient in gradients]
             sums.append(torch.mm(parts[0], weights[0]))
             for part, weight in zip(parts[1:], weights[1:], strict=True):
                 sums[-1].addmm_(part, weight)
-            scattered.append(scatter(sums[-1], of_x.chunk(ctx.chunks)[index], ctx.group))
+            scattered.append(scatter(sums[-1], own, ctx.group))
         wait(gathered)
         of_weights = [gradient.t() @ every if need else None for gradient, need in zip(gradients, needed, strict=True)]
         wait(scattered)
@@ -57,7 +58,7 @@ class RowProduct(torch.autograd.Function):
     """This rank's slice of the sum of the ranks' products."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int, group: Group) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int, group: Group) -> Tensor:
         ctx.chunks, ctx.group = chunks, group
         ctx.save_for_backward(x, weight)
         own = x.new_empty(x.shape[0] // group.size(), weight.shape[0])
@@ -69,7 +70,7 @@ class RowProduct(torch.autograd.Function):
         return own
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         every, handles = gather(gradient, ctx.chunks, ctx.group)
         of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None

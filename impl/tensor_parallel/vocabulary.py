@@ -31,7 +31,7 @@ class VocabularyLoss(torch.autograd.Function):
     `first` of the vocabulary; targets that are IGNORED have none. At most 12 bytes of a token are sent in float32."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: Group) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: Group) -> Tensor:
         largest = logits.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         columns, own = own_rows(targets, logits.shape[1], first)
@@ -45,7 +45,7 @@ class VocabularyLoss(torch.autograd.Function):
         return (sums[0].log() - sums[1]).masked_fill(~counted, 0).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         shares, columns, own = ctx.saved_tensors
         found = shares * gradient
         found.scatter_add_(1, columns[:, None], (-gradient * own)[:, None])
