@@ -57,12 +57,16 @@ def test_autocast_is_as_near_as_in_one_process(
 def test_each_rank_has_its_part_of_every_matrix(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
 ) -> None:
-    """And no memory of the others'."""
-    for rank, parts in enumerate(worlds(mesh.size).run(parts_on_rank, implementation, mesh, device)):
+    """And no memory of the others', but that a smaller part may be padded to the size of the largest."""
+    ranks = worlds(mesh.size).run(parts_on_rank, implementation, mesh, device)
+    largest = {name: max(parts[name][1] for parts in ranks) for name in ranks[0]}
+    for rank, parts in enumerate(ranks):
         for name, (every, own, kept) in parts.items():
             if name.startswith(CUT) or any(f".{part}" in name for part in CUT):
                 assert own <= every * (1 / mesh.size + 0.05), f"rank {rank} has {own:,} of {every:,} values of {name}"
-            assert kept == own, f"rank {rank} keeps {kept:,} values alive for the {own:,} that it has of {name}"
+            assert own <= kept <= largest[name], (
+                f"rank {rank} keeps {kept:,} values alive for the {own:,} that it has of {name}"
+            )
 
 
 @pytest.mark.meshes("tp=2")

@@ -65,7 +65,7 @@ def activations(case: TensorParallelCase, *, sliced: bool) -> Bytes:
             "inputs of column-parallel products": norms * own * size.dim * _FLOAT,
             "queries": layers * every * heads * _FLOAT,
             "keys and values": layers * every * 2 * kv * _FLOAT,
-            "outputs of attention": layers * every * heads * _FLOAT,
+            "outputs of attention, by heads and by tokens": 2 * layers * every * heads * _FLOAT,
             "log-sum-exp of attention": layers * every * size.heads // ranks * _FLOAT,
             "angles of rotary positions": layers * every * 2 * head_dim * _FLOAT,
             "SwiGLU": layers * every * 4 * (size.hidden // ranks) * _FLOAT,

@@ -79,5 +79,6 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
         return
     names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from _storages(getattr(tensor, name))
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, Tensor):  # a DTensor's mesh is a part, too
+            yield from _storages(part)
