@@ -23,6 +23,9 @@ from impl.fsdp.cases import FSDPCase
 from impl.fsdp.link_workload import FSDPOnLink
 from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.sharded_optimizer.workload import ShardedStep
+from impl.tensor_parallel.accounting import work as tensor_parallel_work
+from impl.tensor_parallel.cases import TensorParallelCase
+from impl.tensor_parallel.link_workload import TensorParallelOnLink
 from impl.training_step.cases import TrainingStepCase
 from shardmark.api import Grid, Implementation, Mark, Race, registry
 from shardmark.meter.measure_case import timed_steps
@@ -47,6 +50,13 @@ BUCKETS = Grid(
     paper=[replace(case, bucket_mb=bucket_mb) for case in CASES.paper for bucket_mb in _BUCKETS_MB],
 )
 
+ACTIVATIONS = Grid(
+    smoke=[TensorParallelCase("tiny", batch=2, context=32)],
+    laptop=[TensorParallelCase("mini", batch=4, context=128)],
+    paper=[TensorParallelCase("medium", batch=4, context=1024)],
+)
+"""It sends in proportion to the tokens, as it computes: the width decides which of both takes longer."""
+
 
 pytestmark = [
     pytest.mark.usefixtures("link"),
@@ -58,6 +68,12 @@ WHAT_HIDES = pytest.mark.question(
     short="hidden on a link",
     columns=["case", "implementation", "time ms", "hidden", "ratio to peer", "goal", "verdict"],
     answer=hides("naive"),
+)
+PRODUCTS = pytest.mark.question(
+    "What hides behind the products of tensor parallelism on a limited link?",
+    short="activations on a link",
+    columns=["case", "implementation", "time ms", "exposed comm.", "hidden", "ratio to peer", "goal", "verdict"],
+    answer=hides("sequence"),
 )
 SHARDING = pytest.mark.question(
     "What does sharding cost on a limited link?",
@@ -152,6 +168,27 @@ def test_fsdp(
         work=fsdp_work(case),
         slack=1.02,
         observe=[ExposedCommunication()],
+    )
+
+
+@pytest.mark.family("tensor_parallel", only=("plain", "sequence", "hidden", "library_sequence"))
+@PRODUCTS
+@pytest.mark.cases(ACTIVATIONS)
+def test_tensor_parallelism(
+    implementation: Implementation, case: TensorParallelCase, world: World, measure: Measure
+) -> None:
+    if world.size == 1:
+        pytest.skip("one rank has nobody at the other end")
+    case = replace(case, mesh=f"tp={world.size}")
+    measure(
+        TensorParallelOnLink,
+        implementation,
+        case,
+        world_size=world.size,
+        work=tensor_parallel_work(case),
+        slack=1.02,
+        time=implementation.races.get("link"),
+        observe=[HiddenCommunication()],
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from impl.mesh.decoder import Decoder
@@ -36,7 +37,14 @@ class TensorParallelStep:
             with torch.device(device):
                 return Decoder(SIZES[case.model])
 
-        self.trainer = MeshTrainer(implementation.adapted, model, _adamw, mesh, max_norm=MAX_NORM, objective=TOKENS)
+        self.trainer = MeshTrainer(
+            self.parallelize(implementation), model, _adamw, mesh, max_norm=MAX_NORM, objective=TOKENS
+        )
+
+    def parallelize(self, implementation: Implementation) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
+        """The technique; computation alone has another."""
+        made: Callable[[nn.Module, DeviceMesh], nn.Module] = implementation.adapted
+        return made
 
     def prepare(self) -> None:
         """Nothing to reset: a step frees the last one's gradients."""

@@ -1,0 +1,103 @@
+"""A step with sequence parallelism beside its two halves: its computation alone, and its communication alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import linear
+
+from impl.mesh.decoder import Decoder
+from impl.tensor_parallel.cases import SIZES, TensorParallelCase
+from impl.tensor_parallel.communication import Group
+from impl.tensor_parallel.decoder import TensorParallelDecoder
+from impl.tensor_parallel.workload import TensorParallelStep
+from shardmark.api import Implementation, Mark
+
+
+class TensorParallelOnLink(TensorParallelStep):
+    """A training step, and in the same rounds what it computes and what it communicates, each alone."""
+
+    def __init__(self, implementation: Implementation, case: TensorParallelCase, device: str) -> None:
+        super().__init__(implementation, case, device)
+        self.alone = implementation, case, device
+        self.compute: Compute | None = None
+        self.communication: Communication | None = None
+
+    def compute_step(self, mark: Mark) -> None:
+        """Compute alone, on a model of its own that is made in the first call, when no meter runs."""
+        self.compute = self.compute or Compute(*self.alone)
+        self.compute.step(mark)
+
+    def communication_step(self, mark: Mark) -> None:
+        """Communication alone."""
+        self.communication = self.communication or Communication(*self.alone)
+        self.communication.step(mark)
+
+
+class Compute(TensorParallelStep):
+    """A step that sends nothing but the norm."""
+
+    def parallelize(self, implementation: Implementation) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
+        return partial(parallelize_silently, group=_of_this_rank())
+
+
+class Communication:
+    """What `sequence` gathers and scatters in a step, whole tensors one after the other; the loss and norms send less
+    than a hundredth."""
+
+    def __init__(self, implementation: Implementation, case: TensorParallelCase, device: str) -> None:
+        size, ranks = SIZES[case.model], dist.get_world_size()
+        tokens = case.batch * case.context
+        self.every = torch.zeros(tokens, size.dim, device=device)
+        self.own = torch.zeros(tokens // ranks, size.dim, device=device)
+        self.times = 2 * size.layers + 1
+        """Column-parallel products, which gather twice and scatter once, and row-parallel ones with the embedding,
+        which scatter once and gather once."""
+
+    def step(self, mark: Mark) -> None:
+        for _ in range(3 * self.times):
+            dist.all_gather_into_tensor(self.every, self.own)
+        for _ in range(2 * self.times):
+            dist.reduce_scatter_tensor(self.own, self.every)
+
+
+@dataclass(frozen=True)
+class Silent:
+    """Products of `sequence`'s sizes that send nothing: a rank's slice stands in for the others'. See
+    `impl.tensor_parallel.decoder.Products`."""
+
+    group: Group
+    """This rank's alone."""
+    multiple: int
+
+    def column(self, x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        every = x.repeat(self.multiple, 1)
+        return [linear(every, weight) for weight in weights]
+
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = self.leave(linear(x, weight))
+        return out if bias is None else out + bias
+
+    def leave(self, summand: Tensor) -> Tensor:
+        return summand[: summand.shape[0] // self.multiple]
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        return parameter
+
+
+def parallelize_silently(model: nn.Module, mesh: DeviceMesh, group: Group) -> nn.Module:
+    """A rank's part of the decoder, by itself; its losses are of its own columns."""
+    assert isinstance(model, Decoder)
+    return TensorParallelDecoder(model, mesh, Silent(group, mesh.size()))
+
+
+def _of_this_rank() -> Group:
+    """A group of each rank alone; all ranks call."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
