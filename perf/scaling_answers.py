@@ -9,54 +9,25 @@ Each part is a question with its answer in a sentence, the steps that lead there
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from math import log2
 
-from impl.accounting.mesh import Mesh, pipeline_utilization
-from impl.accounting.two_linears import TwoLinears
+from impl.accounting.mesh import pipeline_utilization
 from impl.collectives.accounting import (
     half_bandwidth_bytes,
     ring_all_reduce_seconds,
     ring_meets_tree_bytes,
     tree_all_reduce_seconds,
 )
+from perf.scaling_part import GB, MESH, MODEL, Part
+from perf.swiglu_answers import swiglu
 from shardmark.meter.hardware import hardware
-from shardmark.report.tables import WIDTH
-from shardmark.text import layout
 
-GB = 10**9
-MODEL = TwoLinears(blocks=126, dim=16_384, ffn_dim=53_248)
 CARD, ROOM = 80 * GB, 95 * GB
-MESH = Mesh(fsdp=16, tensor=4, flops=4.6e14, bandwidth=2e10 * 9, fsdp_axes=2, tensor_axes=1)
 LENGTH = 4_096
 """Tokens of a sequence, where sequences are counted."""
 STAGES = 4
-
-
-@dataclass(frozen=True)
-class Part:
-    """A question, its answer in a sentence, the steps to it, and a table: its head, and rows."""
-
-    question: str
-    short: str
-    answer: str
-    steps: tuple[str, ...]
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def lines(self) -> tuple[str, ...]:
-        """Lines of the steps and the table, as the report shows them."""
-        steps = (line for step in self.steps for line in textwrap.wrap(step, WIDTH, subsequent_indent="  "))
-        return *steps, "", *layout([dict(zip(self.head, row, strict=True)) for row in self.rows], [self.head[0]])
-
-    def markdown(self) -> Iterator[str]:
-        """The part of the document."""
-        yield from (f"## {self.question}", "", f"**{self.answer}**", "", *(f"- {step}" for step in self.steps), "")
-        yield f"| {' | '.join(self.head)} |"
-        yield f"|{'---|' * len(self.head)}"
-        yield from (f"| {' | '.join(row)} |" for row in self.rows)
 
 
 def memory() -> Part:
@@ -258,17 +229,18 @@ def all_reduces() -> Part:
 
 def parts() -> Sequence[Part]:
     """The parts of the document, in its order."""
-    return memory(), sharded(), meeting(), levers(), tensor_parallel(), all_reduces()
+    return memory(), sharded(), meeting(), levers(), tensor_parallel(), swiglu(), all_reduces()
 
 
 INTRODUCTION = """# Scaling, accounted for
 
 This page answers what a large model needs in memory, communication and time on many cards, by formulas alone.
 
-A model of 126 blocks of two linears without bias, D = 16384 and F = 53248: activations and the communication of
-gradients in bfloat16; master weights, accumulated gradients and Adam's state in float32. The formulas are in
-`impl/accounting/two_linears.py`, `impl/accounting/mesh.py` and `impl/collectives/accounting.py`;
-`perf/test_scaling_answers.py` holds each figure to brute force. `python -m perf.scaling_answers` writes this page.
+A model of 126 blocks of two linears without bias, D = 16384 and F = 53248, and one of SwiGLU: activations and the
+communication of gradients in bfloat16; master weights, accumulated gradients and Adam's state in float32.
+The formulas are in `impl/accounting/feed_forward.py`, `impl/accounting/mesh.py` and
+`impl/collectives/accounting.py`; `perf/test_scaling_answers.py` and `perf/test_swiglu_answers.py` hold each figure
+to brute force. `python -m perf.scaling_answers` writes this page.
 B, D, F, X, Y, N, C, W, α, M_X and M_Y are the letters of Austin et al., *How to Scale Your Model*, part 5, 2025;
 ring: Patarasuk and Yuan, 2009; trees: Sanders, Speck and Träff, 2009; tensor parallel: Shoeybi et al., 2019, and
 sequence parallel: Korthikanti et al., 2022; pipeline: Narayanan et al., 2021. GB and MB are powers of ten.

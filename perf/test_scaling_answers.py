@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from impl.accounting.feed_forward import FeedForwards
 from impl.accounting.mesh import pipeline_utilization
-from impl.accounting.two_linears import TwoLinears
 from impl.collectives.accounting import (
     half_bandwidth_bytes,
     ring_all_reduce_seconds,
@@ -22,19 +22,14 @@ from impl.collectives.accounting import (
     tree_all_reduce_seconds,
 )
 from perf import scaling_answers
-from perf.scaling_answers import MESH, MODEL, Part
+from perf.scaling_part import MESH, MODEL, asks, saved_bytes
 
 BLOCKS, D, F = 126, 16_384, 53_248
 C, W = 4.6e14, 1.8e11
 GB = 10**9
 
 
-def asks(part: Part) -> pytest.MarkDecorator:
-    """The mark of the tests that check this part."""
-    return pytest.mark.question(part.question, short=part.short, answer=part.answer, derivation=part.lines())
-
-
-MEMORY, SHARDED, MEETING, LEVERS, TENSOR_PARALLEL, ALL_REDUCES = map(asks, scaling_answers.parts())
+MEMORY, SHARDED, MEETING, LEVERS, TENSOR_PARALLEL, _, ALL_REDUCES = map(asks, scaling_answers.parts())
 
 
 def linears(
@@ -45,24 +40,9 @@ def linears(
     return nn.Sequential(*(nn.Linear(*size, bias=False, device=device, dtype=dtype) for size in sizes))
 
 
-def saved_bytes(model: nn.Module, inputs: torch.Tensor) -> int:
-    """Bytes that autograd saves for backward, without weights; each tensor counts once."""
-    weights, kept = {id(weight) for weight in model.parameters()}, {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in weights and not any(tensor._base is weight for weight in model.parameters()):
-            kept[id(tensor)] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(inputs)
-    assert output.requires_grad
-    return sum(tensor.nbytes for tensor in kept.values())
-
-
 @MEMORY
 def test_the_parameters_are_those_of_the_model_itself() -> None:
-    assert TwoLinears(BLOCKS, D, F) == MODEL
+    assert FeedForwards(BLOCKS, D, F) == MODEL
     assert MODEL.parameters == sum(weight.numel() for weight in linears(BLOCKS, D, F).parameters()) == 219_848_638_464
 
 
@@ -75,7 +55,7 @@ def test_the_state_is_what_adam_and_accumulation_keep() -> None:
     optimizer.step()
     kept = [*model.parameters(), *(weight.grad for weight in model.parameters())]
     kept += [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert TwoLinears(2, 8, 24).state == sum(tensor.nbytes for tensor in kept)
+    assert FeedForwards(2, 8, 24).state == sum(tensor.nbytes for tensor in kept)
     assert MODEL.state == 16 * 219_848_638_464 == 3_517_578_215_424
 
 

@@ -1,5 +1,5 @@
-"""When communication hides behind a forward pass of two linears that is FSDP along one dimension of a mesh, tensor
-parallel along the other.
+"""When communication hides behind a forward pass of a feed-forward network that is FSDP along one dimension of a mesh,
+tensor parallel along the other.
 
 Austin et al., "How to Scale Your Model", part 5, "How to Parallelize a Transformer for Training", 2025, whose letters
 these are: D and F of the linears, B tokens over the whole mesh, N = X Y devices. As there, a collective of n devices
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from impl.accounting.two_linears import HALF
+from impl.accounting.feed_forward import HALF
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ class Mesh:
     activation_bytes: int = HALF
     """Bytes of an element of an activation on the links."""
 
+    linears: int = 2
+    """Linears of a feed-forward network: 3 with SwiGLU."""
+
     @property
     def devices(self) -> int:
         """N."""
@@ -46,12 +49,12 @@ class Mesh:
         return self.flops / self.bandwidth
 
     def compute_seconds(self, tokens: float, dim: int, ffn_dim: int) -> float:
-        """4 B D F / (N C): two products."""
-        return 4 * tokens * dim * ffn_dim / (self.devices * self.flops)
+        """4 B D F / (N C): two products, each of 2 B D F."""
+        return 2 * self.linears * tokens * dim * ffn_dim / (self.devices * self.flops)
 
     def weights_seconds(self, dim: int, ffn_dim: int) -> float:
-        """4 D F / (Y M_X W) in bfloat16: FSDP gathers this device's part of both weights."""
-        return 2 * self.weight_bytes * dim * ffn_dim / (self.tensor * self.fsdp_axes * self.bandwidth)
+        """4 D F / (Y M_X W) in bfloat16: FSDP gathers this device's part of the weights."""
+        return self.linears * self.weight_bytes * dim * ffn_dim / (self.tensor * self.fsdp_axes * self.bandwidth)
 
     def activations_seconds(self, tokens: float, dim: int) -> float:
         """4 B D / (X M_Y W) in bfloat16: the input is gathered, the output reduced and scattered."""
@@ -62,14 +65,15 @@ class Mesh:
 
         The two kinds of communication take turns; `overlapped`, each has its own axes at the same time.
         """
-        weights = self.weight_bytes * self.intensity * ffn_dim * self.fsdp / self.fsdp_axes
+        hidden = self.linears * ffn_dim
+        weights = self.weight_bytes * self.intensity * hidden / 2 * self.fsdp / self.fsdp_axes
         activations = self.activation_bytes * self.intensity * self.tensor / self.tensor_axes
-        left = 2 * ffn_dim - (0 if overlapped else activations)
-        return weights / left if activations <= 2 * ffn_dim and left > 0 else math.inf
+        left = hidden - (0 if overlapped else activations)
+        return weights / left if activations <= hidden and left > 0 else math.inf
 
     def most_tensor(self, ffn_dim: int) -> float:
-        """Y up to which compute hides the activations' own communication: F M_Y / α in bfloat16."""
-        return 2 * ffn_dim * self.tensor_axes / (self.activation_bytes * self.intensity)
+        """Y up to which compute hides what activations send: F M_Y / α in bfloat16, half more with SwiGLU."""
+        return self.linears * ffn_dim * self.tensor_axes / (self.activation_bytes * self.intensity)
 
     def best_tensor(self, ffn_dim: int, overlapped: bool = False) -> float:
         """Y that needs the fewest tokens of all meshes of N devices: all that is allowed, or, where the two kinds take
@@ -79,7 +83,8 @@ class Mesh:
     def least_tokens_per_device(self, ffn_dim: int, overlapped: bool = False) -> float:
         """B / N at `best_tensor`: 4 α² / (M_X M_Y F) in bfloat16, or overlapped α² / (M_X M_Y F)."""
         squared = self.weight_bytes * self.activation_bytes * self.intensity**2
-        return squared / (self.fsdp_axes * self.tensor_axes * ffn_dim) / (4 if overlapped else 1)
+        hidden = self.linears * ffn_dim / 2
+        return squared / (self.fsdp_axes * self.tensor_axes * hidden) / (4 if overlapped else 1)
 
     def pipelined(self, stages: int) -> Mesh:
         """The mesh of each stage, where so many stages share the same devices: FSDP's dimension gets shorter."""

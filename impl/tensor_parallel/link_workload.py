@@ -48,8 +48,10 @@ class Compute(TensorParallelStep):
 
 
 class Communication:
-    """What `sequence` gathers and scatters in a step, whole tensors one after the other; the loss and norms send less
-    than a hundredth."""
+    """The collectives of a step of `sequence`, whole tensors one after the other, without computation.
+
+    Left out is what the loss and the norms send: less than a hundredth of it.
+    """
 
     def __init__(self, implementation: Implementation, case: TensorParallelCase, device: str) -> None:
         size, ranks = SIZES[case.model], dist.get_world_size()

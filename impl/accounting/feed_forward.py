@@ -1,4 +1,4 @@
-"""A large model in short: blocks of two linears, without attention, embeddings, biases and activation functions.
+"""A large model in short: its feed-forward networks, without attention, embeddings and biases.
 
 Master weights, accumulated gradients and Adam's two states are float32; activations, the weights that products take and
 everything communicated are bfloat16. `tokens` counts those whose activations one device keeps, unless stated otherwise.
@@ -17,16 +17,21 @@ HALF = 2
 
 
 @dataclass(frozen=True)
-class TwoLinears:
-    """`blocks` blocks of two linears: `dim` to `ffn_dim`, and back."""
+class FeedForwards:
+    """Blocks of two linears, `dim` to `ffn_dim` and back; or, with `linears=3, hidden_saved=4`, of SwiGLU."""
 
     blocks: int
     dim: int
     ffn_dim: int
+    linears: int = 2
+    """Linears of a block; all but the last one have the same input."""
+    hidden_saved: int = 1
+    """Tensors of `ffn_dim` that forward saves: the last linear's input, and of SwiGLU (Shazeer, 2020) the gate, what
+    SiLU makes of it, and what that is multiplied with."""
 
     @property
     def parameters(self) -> int:
-        return self.blocks * 2 * self.dim * self.ffn_dim
+        return self.blocks * self.linears * self.dim * self.ffn_dim
 
     @property
     def state(self) -> Bytes:
@@ -42,8 +47,9 @@ class TwoLinears:
 
     @property
     def saved_per_token(self) -> int:
-        """Bytes that forward saves for backward: the input of each linear, whose weight's gradient needs it."""
-        return HALF * self.blocks * (self.dim + self.ffn_dim)
+        """Bytes that forward saves for backward: the input of each linear, whose weight's gradient needs it, once, and
+        what the activation function needs."""
+        return HALF * self.blocks * (self.dim + self.hidden_saved * self.ffn_dim)
 
     def sharded(self, tokens: int, devices: int) -> float:
         """Bytes of a device: state and half of the activations, every second linear's, are sharded over `devices`."""
@@ -59,10 +65,10 @@ class TwoLinears:
     def tensor_parallel_saved_per_token(self, devices: int, sequence_parallel: bool = False) -> int:
         """`saved_per_token` on one of `devices` under tensor parallelism: each holds a part of the `ffn_dim`.
 
-        Each device also saves the first linear's whole input, or its part of the tokens under sequence parallelism.
+        Each device also saves the block's whole input, or its part of the tokens under sequence parallelism.
         """
         dim = self.dim // devices if sequence_parallel else self.dim
-        return HALF * self.blocks * (dim + self.ffn_dim // devices)
+        return HALF * self.blocks * (dim + self.hidden_saved * self.ffn_dim // devices)
 
     def tensor_parallel_sent(self, tokens: int, devices: int) -> int:
         """Bytes that a device sends in a step, with sequence parallelism or without.
