@@ -72,7 +72,7 @@ WHAT_HIDES = pytest.mark.question(
 PRODUCTS = pytest.mark.question(
     "What hides behind the products of tensor parallelism on a limited link?",
     short="activations on a link",
-    columns=["case", "implementation", "time ms", "exposed comm.", "hidden", "ratio to peer", "goal", "verdict"],
+    columns=["case", "implementation", "time ms", "exposed comm.", "hidden", "ratio to peer", "verdict"],
     answer=hides("sequence"),
 )
 SHARDING = pytest.mark.question(
@@ -171,7 +171,7 @@ def test_fsdp(
     )
 
 
-@pytest.mark.family("tensor_parallel", only=("plain", "sequence", "hidden", "library_sequence"))
+@pytest.mark.family("tensor_parallel", only=("sequence", "hidden"))
 @PRODUCTS
 @pytest.mark.cases(ACTIVATIONS)
 def test_tensor_parallelism(

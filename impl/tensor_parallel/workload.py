@@ -52,7 +52,7 @@ class TensorParallelStep:
     def step(self, mark: Mark) -> None:
         """Forward, backward, clipping and the optimizer."""
         self.trainer.step(self.batches)
-        mark("optimizer")
+        mark("step")
 
 
 def _adamw(named: Named) -> Optimizer:

@@ -37,7 +37,7 @@ class ExposedCommunication(Observer):
     def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """The row's time by part: the parts of computation alone, and the remaining time as "communication"."""
         parts, compute = part_seconds(ranks), part_seconds(ranks, COMPUTE)
-        together = sum(parts[part] for part in {*compute, "communication"})
+        together = sum(parts.get(part, 0.0) for part in {*compute, "communication"})
         row["time"]["parts"] = parts | compute | {"communication": together - sum(compute.values())}
 
 
