@@ -129,6 +129,12 @@ def test_what_is_alone_is_timed_in_the_same_rounds(observer: type[Observer], tim
     assert {call for call in CALLS if call != "kinds"} == timed
 
 
+def test_a_step_that_marks_no_communication_has_what_is_left_of_it() -> None:
+    laps = {IMPLEMENTATION: [Laps(5.0, {"step": 5.0})], COMPUTE: [Laps(3.0, {"step": 3.0})]}
+    row = row_by(ExposedCommunication(), [Measured("none", Memory(), laps)])
+    assert row["time"]["parts"] == {"step": 3.0, "communication": 2.0}
+
+
 class Named(Observer):
     """Holds a function that cannot be sent to a rank."""
 
