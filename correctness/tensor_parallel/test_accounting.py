@@ -104,6 +104,7 @@ def test_peak_is_predicted_to_the_byte(name: str, mesh: Mesh, worlds: WorldsBySi
     assert least == [expected] * mesh.size
 
 
+@pytest.mark.sweep  # six predictions of 8 s
 @pytest.mark.parametrize("name", ["library", "library_sequence"])
 @pytest.mark.meshes("tp=2", "tp=3", "tp=4")
 def test_peak_of_pytorchs_own_is_between_those_without_and_with_workspace(
