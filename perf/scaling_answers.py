@@ -183,7 +183,8 @@ def tensor_parallel() -> Part:
             "Saved a token: the whole input and a part of the hidden activations, 2 × blocks × (D + F / Y); with "
             "sequence parallel 2 × blocks × (D + F) / Y.",
             "Sent a token: an all-reduce of D bfloat16 in forward, of the output, and one in backward, of the input's "
-            "gradient: 2 × blocks × 2 (Y - 1) / Y × 2 D bytes, with sequence parallel as much.",
+            "gradient: 2 × blocks × 2 (Y - 1) / Y × 2 D bytes. With sequence parallel it is a quarter more: backward "
+            "gathers the input again.",
         ),
         ("Y", "state GB", "saved MB a token", "with sequence parallel", "sent MB a token"),
         tuple(rows),

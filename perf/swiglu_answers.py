@@ -37,13 +37,14 @@ class Layout:
 
     @property
     def sent(self) -> int:
-        """Bytes that a device sends in a step of TOKENS."""
+        """Bytes that a device sends in a step of TOKENS, with sequence parallelism along Y."""
         weights = self.mesh.weight_bytes * GATED.parameters // self.mesh.tensor
         if self.sharded:  # gathered in forward and in backward, their gradients reduced and scattered
             of_weights = 3 * bytes_sent("all_gather", weights, self.mesh.fsdp)
         else:
             of_weights = all_reduce_bytes_sent(weights, self.mesh.fsdp)
-        return of_weights + GATED.tensor_parallel_sent(TOKENS // self.mesh.fsdp, self.mesh.tensor)
+        tokens = TOKENS // self.mesh.fsdp
+        return of_weights + GATED.tensor_parallel_sent(tokens, self.mesh.tensor, sequence_parallel=True)
 
     @property
     def least_tokens(self) -> float:
@@ -83,8 +84,8 @@ def swiglu() -> Part:
             f"and their product, 2 × blocks × (D + 4 F) = {GATED.saved_per_token:,} bytes; with SiLU and the product "
             "computed again it is 2 × blocks × (D + 2 F).",
             "A block's forward computes 6 B D F / N FLOPs a device, half more than two linears, and its weights have "
-            "half more bytes: FSDP hides from as many tokens a device on, B / N = α / M_X. Data parallel all-reduces "
-            "twice as many bytes behind backward alone, which computes twice as long: as many again.",
+            "half more bytes: FSDP needs the same number of tokens a device, B / N = α / M_X. Data parallel needs that "
+            "number too: it sends twice the bytes behind backward alone, which computes twice as long.",
             "Activations are as many as with two linears: gate and other branch take the same input, whose gradients "
             "are added before they are sent. So Y may be half more, up to 3 F M_Y / (2 α) = "
             f"{most:.1f} where all {AXES} axes are tensor parallel's: up to there any batch hides it.",

@@ -189,6 +189,8 @@ def test_a_tensor_parallel_device_sends_two_all_reduces_a_block() -> None:
     message = 2 * 100 * D
     rounds = sum(message // 4 for _ in range(3)) + sum(message // 4 for _ in range(3))
     assert MODEL.tensor_parallel_sent(100, 4) == BLOCKS * 2 * rounds
+    gathered = sum(message // 4 for _ in range(3))
+    assert MODEL.tensor_parallel_sent(100, 4, sequence_parallel=True) == BLOCKS * (2 * rounds + gathered)
 
 
 @ALL_REDUCES

@@ -78,9 +78,10 @@ def test_compute_hides_communication_from_where_bisection_finds_it(index: int) -
 def test_data_parallel_hides_as_fsdp_does() -> None:
     """Backward computes two products for each of forward's, and an all-reduce sends each byte twice."""
     data, sharded, *_ = layouts()
-    compute, gathered, _ = seconds(sharded.least_tokens * 64, 64, 1, 3, 1)
-    assert 2 * compute == pytest.approx(2 * gathered)
-    assert data.least_tokens == sharded.least_tokens == pytest.approx(C / W / 3)
+    backward = 2 * 3 * 2 * data.least_tokens * D * F / C
+    scattered = gathered = 3 * D * F * 2 / (3 * W)
+    assert backward == pytest.approx(scattered + gathered)
+    assert data.least_tokens == sharded.least_tokens
 
 
 @SWIGLU
@@ -93,10 +94,24 @@ def test_beyond_the_limit_no_batch_hides_tensor_parallel() -> None:
 @SWIGLU
 def test_bytes_sent_are_those_of_rings_round_by_round() -> None:
     n, weights = 64, 2 * GATED.parameters
-    data, sharded, tensor, both, _ = (each.sent for each in layouts())
+    data, sharded, tensor, *both = (each.sent for each in layouts())
     assert data == 2 * sum(weights // n for _ in range(n - 1))
     assert sharded == 3 * sum(weights // n for _ in range(n - 1))
     activations = 2 * TOKENS * D
-    assert tensor == BLOCKS * 2 * 2 * sum(activations // n for _ in range(n - 1))
-    own_weights = 3 * sum(weights // 4 // 16 for _ in range(15))
-    assert both == own_weights + BLOCKS * 2 * 2 * sum(activations // 16 // 4 for _ in range(3))
+    exchanges = 5  # input and gradient of the output gathered, the input again, output and input's gradient scattered
+    assert tensor == BLOCKS * exchanges * sum(activations // n for _ in range(n - 1))
+    for sent, (x, y) in zip(both, [(16, 4), (8, 8)], strict=True):
+        own_weights = 3 * sum(weights // y // x for _ in range(x - 1))
+        assert sent == own_weights + BLOCKS * exchanges * sum(activations // x // y for _ in range(y - 1))
+
+
+@SWIGLU
+@pytest.mark.parametrize(
+    ("index", "copies", "x", "y"), [(0, 64, 64, 1), (1, 1, 64, 1), (2, 1, 1, 64), (3, 1, 16, 4), (4, 1, 8, 8)]
+)
+def test_state_and_saved_bytes_are_those_of_a_devices_tensors(index: int, copies: int, x: int, y: int) -> None:
+    layout, rows, columns = layouts()[index], TOKENS // x, F // y
+    elements = BLOCKS * sum(weight.numel() for weight in Block(D, columns).parameters()) * copies // x
+    assert layout.state == 4 * 4 * elements
+    shapes = [(rows // y, D), *[(rows, columns)] * 4]  # a part of the input's tokens, and four hidden tensors
+    assert layout.saved == BLOCKS * sum(2 * math.prod(shape) for shape in shapes)

@@ -22,10 +22,10 @@ class _ByAllReduce(Sliced):
         return [linear(every, weight) for weight in weights]
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = self.leave(linear(x, weight))
+        out = self.reduce(linear(x, weight))
         return out if bias is None else out + self.whole(bias)
 
-    def leave(self, summand: Tensor) -> Tensor:
+    def reduce(self, summand: Tensor) -> Tensor:
         return equal_part(summand, 0, self.group, True)
 
 
@@ -38,7 +38,7 @@ class _StraightThrough(Plain):
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None:
             bias = bias + (bias / self.group.size() - bias).detach()
-        return self.leave(linear(x, weight, bias))
+        return self.reduce(linear(x, weight, bias))
 
 
 @right("each rank adds its share of the bias, whose gradient is that of the whole (pytorch/torchtitan#4332)")

@@ -47,7 +47,7 @@ def _sized(**changes: Any) -> DecoderSize:
 KINDS = {
     "even": Kind(steps=20),
     "sizes_that_do_not_divide": Kind(_sized(hidden=50, vocabulary=53), context=7),
-    "few_kv_heads": Kind(_sized(kv_heads=3), biases=True, context=5),
+    "few_kv_heads": Kind(_sized(kv_heads=3), biases=True, context=9),
     "tied": Kind(_sized(tied=True)),
     "biases": Kind(biases=True),
     "frozen": Kind(

@@ -28,7 +28,7 @@ class Planted(TensorParallelDecoder):
 
 class _BiasInEachProduct(Plain):
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.leave(linear(x, weight, bias))
+        return self.reduce(linear(x, weight, bias))
 
 
 @defect(cause="communication", caught_by="test_steps_are_those_of_one_process[AddsBiasOnEveryRank-tp2-biases")
@@ -41,7 +41,7 @@ class AddsBiasOnEveryRank(Planted):
 
 class _DividedBias(Plain):
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.leave(linear(x, weight, None if bias is None else bias / self.group.size()))
+        return self.reduce(linear(x, weight, None if bias is None else bias / self.group.size()))
 
 
 @defect(cause="gradients", caught_by="test_steps_are_those_of_one_process[DividesBias-tp2-biases")
@@ -171,7 +171,7 @@ class SumsInItsOwnOrder(Planted):
 
 
 class _OnTheWorld(Plain):
-    def leave(self, summand: Tensor) -> Tensor:
+    def reduce(self, summand: Tensor) -> Tensor:
         world = dist.group.WORLD
         assert world is not None
         return Sum.apply(summand, world) / (world.size() // self.group.size())
@@ -198,7 +198,7 @@ class StopsBelowFrozen(torch.autograd.Function):
 
 class _StopsBelowFrozen(Plain):
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = self.leave(StopsBelowFrozen.apply(x, weight))
+        out = self.reduce(StopsBelowFrozen.apply(x, weight))
         return out if bias is None else out + bias
 
 
@@ -213,7 +213,7 @@ class _Remembers(Plain):
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         kept: list[Tensor] = _LAST.setdefault(weight.data_ptr(), [])
         kept[:] = [x.detach()]
-        out = self.leave(OfTheLast.apply(x, weight, kept))
+        out = self.reduce(OfTheLast.apply(x, weight, kept))
         return out if bias is None else out + bias
 
 

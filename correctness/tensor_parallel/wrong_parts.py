@@ -70,7 +70,7 @@ class EmbedsOthersTokens(Planted):
     def embed(self, tokens: Tensor) -> Tensor:
         weight = local(self.tok_embeddings.weight)
         mine = (tokens >= self.first) & (tokens < self.first + weight.shape[0])
-        return self.products.leave(embedding(torch.where(mine, tokens - self.first, 0), weight))
+        return self.products.reduce(embedding(torch.where(mine, tokens - self.first, 0), weight))
 
 
 @defect(cause="state", caught_by="test_steps_are_those_of_one_process[CutsTiedOnesApart-tp2-tied")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from impl.accounting.beside import FLOAT
 from impl.accounting.ledger import Bytes
-from impl.collectives.accounting import all_reduce_bytes_sent
+from impl.collectives.accounting import all_reduce_bytes_sent, bytes_sent
 
 HALF = 2
 """Bytes of an element of bfloat16."""
@@ -70,10 +70,13 @@ class FeedForwards:
         dim = self.dim // devices if sequence_parallel else self.dim
         return HALF * self.blocks * (dim + self.hidden_saved * self.ffn_dim // devices)
 
-    def tensor_parallel_sent(self, tokens: int, devices: int) -> int:
-        """Bytes that a device sends in a step, with sequence parallelism or without.
+    def tensor_parallel_sent(self, tokens: int, devices: int, sequence_parallel: bool = False) -> int:
+        """Bytes that a device sends in a step.
 
         In each block forward sums the output over the devices, and backward the gradient of the input. Each sum is an
-        all-reduce or, with sequence parallelism, a reduce-scatter and an all-gather, which send as many bytes.
+        all-reduce or, under sequence parallelism, a reduce-scatter and an all-gather, which send as many bytes. There
+        backward also gathers the input once more, of which forward saved a part.
         """
-        return 2 * self.blocks * all_reduce_bytes_sent(HALF * tokens * self.dim, devices)
+        every = HALF * tokens * self.dim
+        again = bytes_sent("all_gather", every, devices) if sequence_parallel else 0
+        return self.blocks * (2 * all_reduce_bytes_sent(every, devices) + again)

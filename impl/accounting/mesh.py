@@ -36,7 +36,7 @@ class Mesh:
     """Bytes of an element of an activation on the links."""
 
     linears: int = 2
-    """Linears of a feed-forward network: 3 with SwiGLU."""
+    """L, linears of a feed-forward network: 3 with SwiGLU."""
 
     @property
     def devices(self) -> int:
@@ -49,11 +49,11 @@ class Mesh:
         return self.flops / self.bandwidth
 
     def compute_seconds(self, tokens: float, dim: int, ffn_dim: int) -> float:
-        """4 B D F / (N C): two products, each of 2 B D F."""
+        """2 L B D F / (N C): L products, 2 where there is no gate."""
         return 2 * self.linears * tokens * dim * ffn_dim / (self.devices * self.flops)
 
     def weights_seconds(self, dim: int, ffn_dim: int) -> float:
-        """4 D F / (Y M_X W) in bfloat16: FSDP gathers this device's part of the weights."""
+        """2 L D F / (Y M_X W) in bfloat16: FSDP gathers this device's part of L weights."""
         return self.linears * self.weight_bytes * dim * ffn_dim / (self.tensor * self.fsdp_axes * self.bandwidth)
 
     def activations_seconds(self, tokens: float, dim: int) -> float:
@@ -81,10 +81,10 @@ class Mesh:
         return self.most_tensor(ffn_dim) / (1 if overlapped else 2)
 
     def least_tokens_per_device(self, ffn_dim: int, overlapped: bool = False) -> float:
-        """B / N at `best_tensor`: 4 α² / (M_X M_Y F) in bfloat16, or overlapped α² / (M_X M_Y F)."""
+        """B / N at `best_tensor`: 8 α² / (L M_X M_Y F) in bfloat16, or overlapped 2 α² / (L M_X M_Y F)."""
         squared = self.weight_bytes * self.activation_bytes * self.intensity**2
-        hidden = self.linears * ffn_dim / 2
-        return squared / (self.fsdp_axes * self.tensor_axes * hidden) / (4 if overlapped else 1)
+        hidden = self.linears * ffn_dim
+        return 2 * squared / (self.fsdp_axes * self.tensor_axes * hidden) / (4 if overlapped else 1)
 
     def pipelined(self, stages: int) -> Mesh:
         """The mesh of each stage, where so many stages share the same devices: FSDP's dimension gets shorter."""

@@ -39,7 +39,7 @@ class Products(Protocol):
         bias, whole on every rank, is added to the sum, once."""
         ...
 
-    def leave(self, summand: Tensor) -> Tensor:
+    def reduce(self, summand: Tensor) -> Tensor:
         """Own tokens of the sum over ranks of (tokens, dim)."""
         ...
 
@@ -190,7 +190,7 @@ class TensorParallelDecoder(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(tokens) to (own tokens, dim)."""
-        return self.products.leave(embedded(tokens, local(self.tok_embeddings.weight), self.first))
+        return self.products.reduce(embedded(tokens, local(self.tok_embeddings.weight), self.first))
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum of the losses, by own columns of the logits (tokens, own columns)."""

@@ -61,6 +61,8 @@ def refuse(model: Decoder, mesh: DeviceMesh) -> None:
     for heads in (size.heads, size.kv_heads):
         if heads % mesh.size():
             raise Unsupported(f"{heads} heads cannot be cut over {mesh.size()} ranks")
+    if size.hidden % mesh.size() or size.vocabulary % mesh.size():
+        raise Unsupported("RowwiseParallel takes a rank's columns for as many as each other rank's")
 
 
 def with_loss(model: Decoder, mesh: DeviceMesh) -> nn.Module:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import cast
+
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -15,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from impl.mesh.decoder import Decoder
 from impl.mesh.library import ATTENTION, FEED_FORWARD
-from impl.tensor_parallel.library import refuse, with_loss
+from impl.tensor_parallel.library import WithLoss, refuse, with_loss
 from shardmark.api import Race, Unsupported, register
 
 
@@ -24,8 +26,6 @@ def parallelize_sequence_by_torch(model: Decoder, mesh: DeviceMesh) -> nn.Module
     refuse(model, mesh)
     if not all(parameter.requires_grad for parameter in model.parameters()):
         raise Unsupported("PyTorch's SequenceParallel thaws frozen norms")
-    if model.size.hidden % mesh.size() or model.size.vocabulary % mesh.size():
-        raise Unsupported("it takes sizes that the ranks divide, as it does contexts")
     slices = RowwiseParallel(output_layouts=Shard(1))
     plan = {
         "attention_norm": SequenceParallel(),
@@ -42,7 +42,14 @@ def parallelize_sequence_by_torch(model: Decoder, mesh: DeviceMesh) -> nn.Module
     logits = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     parallelize_module(model, mesh, {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": logits})
+    model.register_forward_pre_hook(_refuse_contexts)
     return with_loss(model, mesh)
+
+
+def _refuse_contexts(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    context, ranks = inputs[0].shape[1], cast(WithLoss, model).mesh.size()
+    if context % ranks:
+        raise ValueError(f"a context of {context} tokens cannot be cut over {ranks} ranks")
 
 
 register(

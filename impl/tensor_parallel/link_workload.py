@@ -79,14 +79,14 @@ class Silent:
     multiple: int
 
     def column(self, x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        every = x.repeat(self.multiple, 1)
+        every = torch.cat([x, *[x.detach()] * (self.multiple - 1)])  # whose gradient is a slice
         return [linear(every, weight) for weight in weights]
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = self.leave(linear(x, weight))
+        out = self.reduce(linear(x, weight))
         return out if bias is None else out + bias
 
-    def leave(self, summand: Tensor) -> Tensor:
+    def reduce(self, summand: Tensor) -> Tensor:
         return summand[: summand.shape[0] // self.multiple]
 
     def whole(self, parameter: Tensor) -> Tensor:

@@ -28,10 +28,10 @@ class Plain:
         return [linear(x, weight) for weight in weights]
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = self.leave(linear(x, weight))
+        out = self.reduce(linear(x, weight))
         return out if bias is None else out + bias
 
-    def leave(self, summand: Tensor) -> Tensor:
+    def reduce(self, summand: Tensor) -> Tensor:
         return Sum.apply(summand, self.group)
 
     def whole(self, parameter: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class Sliced:
         out = RowProduct.apply(*as_autocast(x, weight), self.chunks, self.group)
         return out if bias is None else out + self.whole(bias)
 
-    def leave(self, summand: Tensor) -> Tensor:
+    def reduce(self, summand: Tensor) -> Tensor:
         return ScatterSums.apply(summand, self.chunks, self.group)
 
     def whole(self, parameter: Tensor) -> Tensor:
@@ -134,6 +134,5 @@ register(
     "sequence",
     parallelize_sequence,
     time=Race("plain"),
-    races={"torch": Race("library_sequence")},
     called="sequence parallelism",
 )

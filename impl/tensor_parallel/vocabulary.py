@@ -28,7 +28,7 @@ def embedded(tokens: Tensor, weight: Tensor, first: int) -> Tensor:
 
 class VocabularyLoss(torch.autograd.Function):
     """The sum of the cross entropies of targets (tokens), by logits (tokens, columns) whose first column is number
-    `first` of the vocabulary; targets that are IGNORED have none. At most 12 bytes of a token are sent in float32."""
+    `first` of the vocabulary; targets that are IGNORED have none. In float32 12 bytes of a token are all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: Group) -> Tensor:
