@@ -69,12 +69,12 @@ def test_each_rank_has_its_part_of_every_matrix(
             )
 
 
-@pytest.mark.meshes("tp=2")
+@pytest.mark.meshes("tp=2", "tp=4")
 def test_no_rank_has_the_whole_logits(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
 ) -> None:
     """Forward and backward of the loss keep three copies of a rank's own columns at most: of the logits, of their
-    exponentials, and of the gradient. Two gathered ones would be four."""
+    exponentials, and of the gradient. Whole logits would be as many as there are ranks."""
     columns = 8 * 32 * WIDE.vocabulary * 4 // mesh.size
     weights = 3 * WIDE.vocabulary // mesh.size * WIDE.dim * 4
     for found in worlds(mesh.size).run(peak_with_targets_on_rank, implementation, mesh, device):
