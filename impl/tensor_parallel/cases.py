@@ -10,6 +10,7 @@ from shardmark.api import Grid
 SIZES = {
     "tiny": DecoderSize(dim=96, layers=2, heads=24, kv_heads=12, hidden=192, vocabulary=768),
     "mini": DecoderSize(dim=384, layers=4, heads=12, kv_heads=12, hidden=1536, vocabulary=3072),
+    "wide": DecoderSize(dim=768, layers=2, heads=12, kv_heads=12, hidden=3072, vocabulary=3072),
     "medium": DecoderSize(dim=1536, layers=24, heads=24, kv_heads=12, hidden=6144, vocabulary=49_152),
     "large": DecoderSize(dim=4096, layers=8, heads=32, kv_heads=8, hidden=14_336, vocabulary=128_256),
 }

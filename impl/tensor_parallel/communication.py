@@ -7,14 +7,24 @@ Each token is normalized by itself, so that it does not matter which ones a rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup
-Handles = Sequence[dist.Work]
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when the result is there."""
+        ...
+
+
+Handles = Sequence[Handle]
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
@@ -77,9 +87,28 @@ def gather(own: Tensor, chunks: int, group: Group) -> tuple[Tensor, Handles]:
     return every, handles
 
 
-def scatter(sums: Tensor, own: Tensor, group: Group) -> dist.Work:
-    """Begin to write this rank's part of the sum of the ranks' tensors into `own`."""
-    return dist.reduce_scatter_tensor(own, sums.contiguous(), group=group, async_op=True)
+class SumOfParts:
+    """Handle of an exchange of parts (ranks, ...), whose sum is written into `own` once they are there."""
+
+    def __init__(self, parts: Tensor, own: Tensor, exchange: dist.Work) -> None:
+        self.parts, self.own, self.exchange = parts, own, exchange
+
+    def wait(self) -> None:
+        self.exchange.wait()
+        torch.sum(self.parts.view(-1, *self.own.shape), 0, out=self.own)
+        del self.parts
+
+
+def scatter(sums: Tensor, own: Tensor, group: Group) -> Handle:
+    """Begin to write this rank's part of the sum of the ranks' tensors into `own`.
+
+    Gloo's reduce-scatter is an all-reduce inside, which sends twice the bytes: there each rank is sent its parts.
+    """
+    sums = sums.contiguous()
+    if sums.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(","):
+        parts = torch.empty_like(sums)
+        return SumOfParts(parts, own, dist.all_to_all_single(parts, sums, group=group, async_op=True))
+    return dist.reduce_scatter_tensor(own, sums, group=group, async_op=True)
 
 
 def wait(handles: Handles) -> None:

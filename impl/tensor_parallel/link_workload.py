@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from impl.mesh.decoder import Decoder
 from impl.tensor_parallel.cases import SIZES, TensorParallelCase
-from impl.tensor_parallel.communication import Group
+from impl.tensor_parallel.communication import Group, scatter
 from impl.tensor_parallel.decoder import TensorParallelDecoder
 from impl.tensor_parallel.workload import TensorParallelStep
 from shardmark.api import Implementation, Mark
@@ -55,6 +55,7 @@ class Communication:
 
     def __init__(self, implementation: Implementation, case: TensorParallelCase, device: str) -> None:
         size, ranks = SIZES[case.model], dist.get_world_size()
+        self.group = dist.distributed_c10d._get_default_group()
         tokens = case.batch * case.context
         self.every = torch.zeros(tokens, size.dim, device=device)
         self.own = torch.zeros(tokens // ranks, size.dim, device=device)
@@ -66,7 +67,7 @@ class Communication:
         for _ in range(3 * self.times):
             dist.all_gather_into_tensor(self.every, self.own)
         for _ in range(2 * self.times):
-            dist.reduce_scatter_tensor(self.own, self.every)
+            scatter(self.every, self.own, self.group).wait()
 
 
 @dataclass(frozen=True)
