@@ -23,8 +23,9 @@ class Compute(RankStep):
         model = self.made.module
         return model, self.made.optimizer(list(model.parameters()))
 
-    def synchronize(self) -> None:
+    def compute_gradients(self, mark: Mark) -> None:
         """Gradients stay on their rank."""
+        self.forward_and_backward(mark)
 
 
 class Communication:

@@ -30,7 +30,6 @@ from shardmark.meter.over_budget import STEP, Held, held_at_peak
 from shardmark.meter.plan import IMPLEMENTATION, LOAD, PEER, Measured, Plan, Rounds
 from shardmark.meter.recording import mark, no_gc, recording
 from shardmark.meter.trace import modules_of, nvtx_range
-from shardmark.ranks.link import communicate_first
 from shardmark.verdict.betting import fewest_rounds
 from shardmark.verdict.budget import RANKS_ALIKE
 
@@ -156,7 +155,6 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
         load = Load(plan.device)
         steps[LOAD] = (load, load.step)
 
-    communicate_first()  # once the workload has made its groups
     warmup_began = time.perf_counter()
     for warmup in range(plan.rounds.warmups):  # at least one
         warm: dict[str, Laps] = {}

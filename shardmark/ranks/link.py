@@ -18,9 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -98,22 +96,6 @@ class Link:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def communicate_first() -> None:
-    """On a host of a link, have the threads that communicate run as soon as they wake (SCHED_FIFO).
-
-    A network card moves bytes beside computation. Here Gloo's threads do, on the cores that compute; Linux lets a
-    thread that wakes wait for milliseconds, and a message needs several. A product hid of four messages of 0.1 MB a
-    twentieth of the time as Linux schedules by default, and half of it once they ran first. Call it when all groups
-    are made: others' threads wait.
-    """
-    if os.environ.get("GLOO_SOCKET_IFNAME") != INTERFACE:
-        return
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended, or a sandbox forbids it
-            if "gloo" in (task / "comm").read_text():
-                os.sched_setscheduler(int(task.name), os.SCHED_FIFO, os.sched_param(1))
 
 
 def _bits_per_second(rate: str) -> float:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardmark.ranks.link import Link, LinkError, communicate_first
+from shardmark.ranks.link import Link, LinkError
 from shardmark.ranks.world import World
 from tests.support.links import makes_links
 from tests.support.processes import own_addresses
@@ -63,26 +63,6 @@ def test_ranks_live_on_two_hosts_and_talk_over_the_link() -> None:
 def test_it_lets_through_its_rate_in_each_direction_and_no_more(both_ways: bool) -> None:
     with Link("1gbit") as link, World(2, link=link) as world:
         assert 0.85 <= max(world.run(gigabits_per_second, 8, both_ways)) <= 1.0
-
-
-def policies() -> dict[str, set[int]]:
-    """The scheduling policies of this rank's threads, Gloo's and others, after `communicate_first`."""
-    communicate_first()
-    found: dict[str, set[int]] = {"gloo": set(), "others": set()}
-    for task in Path("/proc/self/task").iterdir():
-        kind = "gloo" if "gloo" in (task / "comm").read_text() else "others"
-        found[kind].add(os.sched_getscheduler(int(task.name)))
-    return found
-
-
-@makes_links
-def test_threads_that_communicate_run_first_on_a_link_alone() -> None:
-    with Link("1gbit") as link, World(2, link=link) as world:
-        for found in world.run(policies):
-            assert found["gloo"] == {os.SCHED_FIFO} and os.SCHED_FIFO not in found["others"]
-    with World(2) as world:
-        for found in world.run(policies):
-            assert found["gloo"] and os.SCHED_FIFO not in found["gloo"] | found["others"]
 
 
 @makes_links
