@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from impl.data_parallel.accounting import work
-from impl.data_parallel.link_workload import Communication, Compute
-from impl.data_parallel.workload import DataParallelStep
+from impl.data_parallel.link_workload import Communication, Compute, DataParallelOnLink
 from impl.fsdp.accounting import work as fsdp_work
 from impl.fsdp.cases import FSDPCase
 from impl.fsdp.link_workload import FSDPOnLink
@@ -27,7 +26,7 @@ from impl.tensor_parallel.accounting import work as tensor_parallel_work
 from impl.tensor_parallel.cases import TensorParallelCase
 from impl.tensor_parallel.link_workload import TensorParallelOnLink
 from impl.training_step.cases import TrainingStepCase
-from shardmark.api import Grid, Implementation, Mark, Race, registry
+from shardmark.api import Grid, Implementation, Race, registry
 from shardmark.meter.measure_case import timed_steps
 from shardmark.meter.plan import Plan
 from shardmark.plugin.measure import Measure
@@ -81,27 +80,6 @@ SHARDING = pytest.mark.question(
     short="sharding on a link",
     columns=["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "goal", "verdict"],
 )
-
-
-class StepOnLink(DataParallelStep):
-    """A training step, and in the same rounds what it computes and what it communicates, each alone."""
-
-    def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
-        super().__init__(implementation, case, device)
-        self.alone = implementation, case, device
-        self.compute: Compute | None = None
-        self.communication: Communication | None = None
-
-    def compute_step(self, mark: Mark) -> None:
-        """Compute alone, on a model of its own that is made in the first call, when no meter runs."""
-        self.compute = self.compute or Compute(*self.alone)
-        self.compute.prepare()
-        self.compute.step(mark)
-
-    def communication_step(self, mark: Mark) -> None:
-        """Communication alone."""
-        self.communication = self.communication or Communication(*self.alone)
-        self.communication.step(mark)
 
 
 @pytest.mark.family("data_parallel", only=("bucketed",))
@@ -197,7 +175,7 @@ def _measure(
     measure: Measure, implementation: Implementation, case: TrainingStepCase, world: World, time: Race
 ) -> None:
     measure(
-        StepOnLink,
+        DataParallelOnLink,
         implementation,
         case,
         world_size=world.size,
