@@ -87,7 +87,11 @@ collectives inside an operator pass by all keys of autograd, which are done with
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener` for each collective and message that any thread of this process starts in the block."""
+    """Call `listener` for each collective and message that any thread of this process starts in the block.
+
+    The first block replaces PyTorch's operators and the last one brings them back; the dispatcher, which has no lock,
+    must not call one of them then. So no other thread may communicate while a block begins or ends, but in another.
+    """
     global _library
     if _library is None:
         _library = torch.library.Library("c10d", "IMPL")
