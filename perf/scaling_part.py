@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -47,6 +47,15 @@ class Part:
 def asks(part: Part) -> pytest.MarkDecorator:
     """The mark of the tests that check this part."""
     return pytest.mark.question(part.question, short=part.short, answer=part.answer, derivation=part.lines())
+
+
+def least(hides: Callable[[float], bool], most: float = 1e9) -> float:
+    """The least number that hides, by bisection; `most` where none below does."""
+    low, high = 0.0, most
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if hides(middle) else (middle, high)
+    return high
 
 
 def saved_bytes(model: nn.Module, inputs: torch.Tensor) -> int:

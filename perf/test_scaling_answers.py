@@ -22,7 +22,7 @@ from impl.collectives.accounting import (
     tree_all_reduce_seconds,
 )
 from perf import scaling_answers
-from perf.scaling_part import MESH, MODEL, asks, saved_bytes
+from perf.scaling_part import MESH, MODEL, asks, least, saved_bytes
 
 BLOCKS, D, F = 126, 16_384, 53_248
 C, W = 4.6e14, 1.8e11
@@ -99,12 +99,13 @@ def seconds(tokens: float, x: int, y: int, m_x: int, m_y: int, nbytes: int = 2) 
 
 def least_tokens(x: int, y: int, overlapped: bool = False, nbytes: int = 2) -> float:
     """The smallest batch, in tokens, whose matrix products take as long as the communication; by bisection."""
-    low, high = 1.0, 1e9
-    for _ in range(100):
-        middle = (low + high) / 2
-        compute, *links = seconds(middle, x, y, 2, 1, nbytes)
-        low, high = (low, middle) if compute >= (max(links) if overlapped else sum(links)) else (middle, high)
-    return high if high < 0.99e9 else math.inf
+
+    def hides(tokens: float) -> bool:
+        compute, *links = seconds(tokens, x, y, 2, 1, nbytes)
+        return compute >= (max(links) if overlapped else sum(links))
+
+    found = least(hides)
+    return found if found < 0.99e9 else math.inf
 
 
 @MEETING

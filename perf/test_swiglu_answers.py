@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from impl.accounting.feed_forward import FeedForwards
-from perf.scaling_part import MESH, asks, saved_bytes
+from perf.scaling_part import MESH, asks, least, saved_bytes
 from perf.swiglu_answers import GATED, TOKENS, layouts, swiglu
 
 SWIGLU = asks(swiglu())
@@ -66,12 +66,12 @@ def seconds(tokens: float, x: int, y: int, m_x: int, m_y: int) -> tuple[float, f
 @pytest.mark.parametrize("index", range(5))
 def test_compute_hides_communication_from_where_bisection_finds_it(index: int) -> None:
     mesh = layouts()[index].mesh
-    low, high = 0.0, 1e9
-    for _ in range(100):
-        middle = (low + high) / 2
-        compute, *links = seconds(middle, mesh.fsdp, mesh.tensor, mesh.fsdp_axes, mesh.tensor_axes)
-        low, high = (low, middle) if compute >= sum(links) else (middle, high)
-    assert layouts()[index].least_tokens == pytest.approx(high / mesh.devices, rel=1e-9, abs=1e-6)
+
+    def hides(tokens: float) -> bool:
+        compute, *links = seconds(tokens, mesh.fsdp, mesh.tensor, mesh.fsdp_axes, mesh.tensor_axes)
+        return compute >= sum(links)
+
+    assert layouts()[index].least_tokens == pytest.approx(least(hides) / mesh.devices, rel=1e-9, abs=1e-6)
 
 
 @SWIGLU

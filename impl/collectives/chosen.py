@@ -7,6 +7,7 @@ from torch import Tensor
 
 from impl.collectives.contract import Collectives, Handle
 from impl.collectives.library import Backend
+from impl.collectives.messages import is_on_gloo
 from impl.collectives.ring import Ring
 
 
@@ -37,4 +38,4 @@ def _on(output: Tensor) -> Collectives:
 
 def collectives_for(group: dist.ProcessGroup | None = None) -> Collectives:
     """The collectives that send the fewest bytes, and need the least memory, on that group's backend."""
-    return OnGloo() if "cpu:gloo" in dist.get_backend_config(group).split(",") else Backend()
+    return OnGloo() if is_on_gloo(group) else Backend()

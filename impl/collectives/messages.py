@@ -31,6 +31,11 @@ Steps = Iterator[list[dist.P2POp]]
 """A collective, as the messages of one step after the other."""
 
 
+def is_on_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether Gloo communicates the group's tensors on the CPU; another backend may have those of GPUs."""
+    return "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
 class Peers:
     """A process group of `size` ranks, with this process's `rank` in it, and messages to and from the others.
 
@@ -59,7 +64,7 @@ class Peers:
         the same way, so all ranks send and receive their messages in the same order. Unsupported where it is not Gloo
         that sends them.
         """
-        if parts[0].device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(self.group).split(","):
+        if parts[0].device.type != "cpu" or not is_on_gloo(self.group):
             raise Unsupported(f"tensors on {parts[0].device.type}: {GLOO_ALONE}")
         count = segments_of(parts[0].nbytes)
         segments = list(zip(*(part.tensor_split(count) for part in parts), strict=True))

@@ -10,32 +10,12 @@ from torch.optim import Optimizer
 
 from impl.data_parallel.workload import DataParallelStep
 from impl.training_step.cases import TrainingStepCase
+from impl.training_step.link_workload import BesideHalves
 from impl.training_step.models import language_model
 from impl.training_step.rank_step import RankStep
 from shardmark.api import MB, Implementation, Mark
 
 DEFAULT_BUCKET_MB = 25
-
-
-class DataParallelOnLink(DataParallelStep):
-    """A training step, and in the same rounds what it computes and what it communicates, each alone."""
-
-    def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
-        super().__init__(implementation, case, device)
-        self.alone = implementation, case, device
-        self.compute: Compute | None = None
-        self.communication: Communication | None = None
-
-    def compute_step(self, mark: Mark) -> None:
-        """Compute alone, on a model of its own that is made in the first call, when no meter runs."""
-        self.compute = self.compute or Compute(*self.alone)
-        self.compute.prepare()
-        self.compute.step(mark)
-
-    def communication_step(self, mark: Mark) -> None:
-        """Communication alone."""
-        self.communication = self.communication or Communication(*self.alone)
-        self.communication.step(mark)
 
 
 class Compute(RankStep):
@@ -66,3 +46,10 @@ class Communication:
         # All buckets start at once: none waits for gradients.
         for handle in [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]:
             handle.wait()
+
+
+class DataParallelOnLink(BesideHalves, DataParallelStep):
+    """A training step, and its halves."""
+
+    computation = Compute
+    communication = Communication

@@ -17,34 +17,15 @@ from impl.tensor_parallel.cases import SIZES, TensorParallelCase
 from impl.tensor_parallel.communication import Group, scatter
 from impl.tensor_parallel.decoder import TensorParallelDecoder
 from impl.tensor_parallel.workload import TensorParallelStep
+from impl.training_step.link_workload import BesideHalves
 from shardmark.api import Implementation, Mark
-
-
-class TensorParallelOnLink(TensorParallelStep):
-    """A training step, and in the same rounds what it computes and what it communicates, each alone."""
-
-    def __init__(self, implementation: Implementation, case: TensorParallelCase, device: str) -> None:
-        super().__init__(implementation, case, device)
-        self.alone = implementation, case, device
-        self.compute: Compute | None = None
-        self.communication: Communication | None = None
-
-    def compute_step(self, mark: Mark) -> None:
-        """Compute alone, on a model of its own that is made in the first call, when no meter runs."""
-        self.compute = self.compute or Compute(*self.alone)
-        self.compute.step(mark)
-
-    def communication_step(self, mark: Mark) -> None:
-        """Communication alone."""
-        self.communication = self.communication or Communication(*self.alone)
-        self.communication.step(mark)
 
 
 class Compute(TensorParallelStep):
     """A step that sends nothing but the norm."""
 
     def parallelize(self, implementation: Implementation) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
-        return partial(parallelize_silently, group=_of_this_rank())
+        return partial(parallelize_silently, group=dist.new_subgroups(1)[0])
 
 
 class Communication:
@@ -100,7 +81,8 @@ def parallelize_silently(model: nn.Module, mesh: DeviceMesh, group: Group) -> nn
     return TensorParallelDecoder(model, mesh, Silent(group, mesh.size()))
 
 
-def _of_this_rank() -> Group:
-    """A group of each rank alone; all ranks call."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return groups[dist.get_rank()]
+class TensorParallelOnLink(BesideHalves, TensorParallelStep):
+    """A training step, and its halves."""
+
+    computation = Compute
+    communication = Communication

@@ -14,7 +14,7 @@ from impl.training_step.cases import TrainingStepCase
 from shardmark.api import resolve
 from shardmark.plugin import WorldsBySize
 
-HALF = "compute_step", "communication_step"
+HALVES = "compute_step", "communication_step"
 STEPS: dict[str, tuple[type[Any], Any, str]] = {
     "data_parallel": (DataParallelOnLink, TrainingStepCase("tiny", batch=2, context=32), "bucketed"),
     "fsdp": (FSDPOnLink, FSDPCase("tiny", batch=2, context=32), "sharded"),
@@ -28,7 +28,7 @@ def sent_on_rank(of: str) -> dict[str, int]:
     """Bytes that a step sends, and each of its halves, in the second call: the first makes what it needs."""
     workload, case, name = STEPS[of]
     made, found = workload(resolve(of, name), case, "cpu"), {}
-    for method in ("step", *(each for each in HALF if hasattr(made, each))):
+    for method in ("step", *(each for each in HALVES if hasattr(made, each))):
         for _ in range(2):
             made.prepare()
             with recorded() as started:
