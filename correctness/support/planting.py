@@ -31,6 +31,7 @@ CAUSES = (
     "handles",  # asynchronous work not waited for, or waited for early
     "communication",  # skipped, repeated, or of the wrong thing
     "memory",  # kept where the claim is a saving
+    "random numbers",  # alike where they must differ, or the other way round
     "gradients",  # missing, extra, or of the wrong thing
     "errors",  # an invalid call is accepted
 )

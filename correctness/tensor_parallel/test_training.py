@@ -34,3 +34,12 @@ def test_recomputing_a_forward_pass_changes_nothing(
     expected = in_one_process(mesh.row_groups, "even", 2)
     ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, "even", device, 2, True)
     assert_none(differences(ranks, expected, mesh))
+
+
+@pytest.mark.meshes("dp=2,shard=2,tp=2")
+def test_steps_inside_of_hybrid_sharding_are_those_of_one_process(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    expected = in_one_process(mesh.row_groups, "even", 3)
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, "even", device, 3)
+    assert_none(differences(ranks, expected, mesh))

@@ -49,6 +49,7 @@ KINDS = {
     "sizes_that_do_not_divide": Kind(_sized(hidden=50, vocabulary=53), context=7),
     "few_kv_heads": Kind(_sized(kv_heads=3), biases=True, context=9),
     "tied": Kind(_sized(tied=True)),
+    "fused": Kind(_sized(fused=True), biases=True),
     "biases": Kind(biases=True),
     "frozen": Kind(
         adam=True,
@@ -100,13 +101,21 @@ def batches(kind: str, row_groups: int, step: int) -> tuple[Batch, ...]:
 
 
 def composed(implementation: Implementation, model: Decoder, mesh: DeviceMesh) -> nn.Module:
-    """Tensor parallelism over `tp`, and around it FSDP2 over `shard`, or PyTorch's `replicate` over `dp`."""
+    """Tensor parallelism over `tp`, and around it FSDP2 over `shard`, PyTorch's `replicate` over `dp`, or HSDP over
+    both."""
     parallel = implementation.watched(model, mesh["tp"])
-    for axis, wrap in (("shard", fully_shard), ("dp", replicate)):
-        if axis in (mesh.mesh_dim_names or ()):
-            for block in find_blocks(parallel):
-                wrap(block, mesh=mesh[axis])  # type: ignore[operator]
-            wrap(parallel, mesh=mesh[axis])  # type: ignore[operator]
+    axes = tuple(name for name in ("dp", "shard") if name in (mesh.mesh_dim_names or ()))
+    wrap = replicate if axes == ("dp",) else fully_shard
+    for module in [*find_blocks(parallel), parallel] if axes else ():
+        wrap(module, mesh=mesh[axes])  # type: ignore[operator]
+    return parallel
+
+
+def compiled(implementation: Implementation, backend: str, model: Decoder, mesh: DeviceMesh) -> nn.Module:
+    """Tensor parallelism whose layers are compiled."""
+    parallel = composed(implementation, model, mesh)
+    for block in find_blocks(parallel):
+        block.compile(backend=backend)
     return parallel
 
 
@@ -115,10 +124,18 @@ def _recomputed(model: Any, batch: Batch) -> Tensor:
 
 
 def train_on_rank(
-    implementation: Implementation, mesh: Mesh, kind: str, device: str, steps: int, recomputes: bool = False
+    implementation: Implementation,
+    mesh: Mesh,
+    kind: str,
+    device: str,
+    steps: int,
+    recomputes: bool = False,
+    backend: str | None = None,
 ) -> Trace:
+    """Layers are compiled by the backend."""
+    parallelize = partial(compiled, implementation, backend) if backend else partial(composed, implementation)
     trainer = MeshTrainer(
-        partial(composed, implementation),  # type: ignore[arg-type]
+        parallelize,  # type: ignore[arg-type]
         partial(model_of, kind, device),
         partial(optimizer_of, kind),
         mesh.device_mesh(torch.device(device).type),

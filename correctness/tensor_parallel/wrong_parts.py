@@ -13,7 +13,8 @@ from torch.nn.functional import embedding
 from correctness.support.planting import defect
 from correctness.tensor_parallel.wrong import Planted
 from impl.mesh.decoder import Decoder
-from impl.tensor_parallel.decoder import ParallelAttention, own
+from impl.tensor_parallel.communication import SumGradient
+from impl.tensor_parallel.decoder import ParallelAttention, columns, own
 from impl.tensor_parallel.placing import cut, local
 
 
@@ -44,6 +45,62 @@ class ForgetsSharedKeys(WithAttention):
         attention.own_kv = MethodType(_own_gradient, attention)
 
 
+def _biases_own_gradient(attention: ParallelAttention, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    weight, bias = own(layer)
+    if attention.kv_is_cut:
+        return weight, bias
+    weight = SumGradient.apply(weight, attention.products.group)
+    return weight[attention.kv_rows], None if bias is None else bias[attention.kv_rows]
+
+
+@defect(cause="gradients", caught_by="test_steps_are_those_of_one_process[ForgetsSharedBiases-tp2-few_kv_heads")
+class ForgetsSharedBiases(WithAttention):
+    """bigcode-project/Megatron-LM#11: the gradients of keys' and values' shared weights are summed, and those of their
+    biases are not."""
+
+    def change(self, attention: Any) -> None:
+        attention.own_kv = MethodType(_biases_own_gradient, attention)
+
+
+def _heads_by_kinds(attention: ParallelAttention, x: Tensor) -> list[Tensor]:
+    if not attention.fused:
+        return [*ParallelAttention.heads(attention, x)]
+    (fused,) = columns(attention.products, x, own(attention.wqkv))
+    kinds = [attention.per_group, 1, 1]
+    parts = fused.split([fused.shape[-1] * kind // sum(kinds) for kind in kinds], -1)
+    return [part.unflatten(-1, (-1, attention.head_dim)) for part in parts]
+
+
+@defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[ReadsFusedByKinds-tp2-fused")
+class ReadsFusedByKinds(WithAttention):
+    """awslabs/slapo#46: a rank takes the first columns of its fused product for queries and the last ones for values,
+    although one group's queries, keys and values follow the other's."""
+
+    def change(self, attention: Any) -> None:
+        attention.heads = MethodType(_heads_by_kinds, attention)
+
+
+@defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[CutsFusedByKinds-tp2-fused")
+class CutsFusedByKinds(Planted):
+    """vllm-project/vllm#36242: a fused weight is cut as if all queries came first, then all keys, then all values."""
+
+    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
+        for layer in model.layers:
+            attention: Any = layer.attention
+            if attention.fused:
+                _reorder(attention.wqkv, attention.per_group, mesh.size())
+        super().__init__(model, mesh)
+
+
+def _reorder(fused: nn.Linear, per_group: int, ranks: int) -> None:
+    """Rows in the order in which ranks that cut queries, keys and values each by itself would have them."""
+    for parameter in (fused.weight, fused.bias):
+        if parameter is not None:
+            rows = parameter.shape[0] // (per_group + 2)
+            parts = parameter.detach().split([rows * per_group, rows, rows])
+            parameter.data = torch.cat([part.chunk(ranks)[rank] for rank in range(ranks) for part in parts])
+
+
 @defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[PairsHeadsAnew-tp2-few_kv_heads")
 class PairsHeadsAnew(WithAttention):
     """A rank's queries are paired with its keys from its own first one on, as if none shared a head with the rank
@@ -56,7 +113,8 @@ class PairsHeadsAnew(WithAttention):
 
 @defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[CountsRowsRoundedDown-tp2-sizes_that")
 class CountsRowsRoundedDown(Planted):
-    """The first row of a rank's vocabulary is its number times the rounded share, which is right where it divides."""
+    """huggingface/text-generation-inference#1463: the first row of a rank's vocabulary is its number times the share
+    rounded down, which is right where it divides."""
 
     def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
         super().__init__(model, mesh)

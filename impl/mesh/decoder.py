@@ -23,7 +23,8 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class DecoderSize:
-    """Sizes that 2, 3, 4 and 6 divide. `experts` of 0: each layer has one feed-forward network."""
+    """Sizes that 2, 3, 4 and 6 divide. `experts` of 0: each layer has one feed-forward network. `fused`: queries, keys
+    and values are one product. Dropout is of what each network adds (`hidden_dropout`), and of attention's shares."""
 
     dim: int = 24
     layers: int = 2
@@ -33,27 +34,50 @@ class DecoderSize:
     vocabulary: int = 48
     experts: int = 0
     tied: bool = False
+    fused: bool = False
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped heads and rotary positions; x: (rows, context, dim)."""
+    """Causal attention with grouped heads and rotary positions; x: (rows, context, dim). Rows of a fused product are
+    those of each group after the other: its heads of queries, its keys, its values, as Megatron-LM has them."""
 
     def __init__(self, size: DecoderSize) -> None:
         super().__init__()
-        self.head_dim = size.dim // size.heads
-        self.wq = nn.Linear(size.dim, size.heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(size.dim, size.kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(size.dim, size.kv_heads * self.head_dim, bias=False)
+        self.head_dim, self.dropout = size.dim // size.heads, size.attention_dropout
+        kv = size.kv_heads * self.head_dim
+        self.per_group, self.fused = size.heads // size.kv_heads, size.fused
+        if self.fused:
+            self.wqkv = nn.Linear(size.dim, size.dim + 2 * kv, bias=False)
+        else:
+            self.wq = nn.Linear(size.dim, size.heads * self.head_dim, bias=False)
+            self.wk = nn.Linear(size.dim, kv, bias=False)
+            self.wv = nn.Linear(size.dim, kv, bias=False)
         self.wo = nn.Linear(size.heads * self.head_dim, size.dim, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (self.wq, self.wk, self.wv))
+        if self.fused:
+            every = of_groups(self.wqkv(x), self.per_group, self.head_dim)
+        else:
+            every = tuple(each(x).unflatten(-1, (-1, self.head_dim)) for each in (self.wq, self.wk, self.wv))
+        q, k, v = (each.transpose(1, 2) for each in every)
         mixed = self.attend(rotated(q, positions), rotated(k, positions), v)
         return self.wo(mixed.transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(rows, heads, context, head_dim) each, with fewer heads in k and v."""
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return causal_attention(q, k, v, self.dropout if self.training else 0.0)
+
+
+def of_groups(fused: Tensor, per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values (..., heads, head_dim) of a fused product (..., groups * (per_group + 2) * head_dim)."""
+    groups = fused.unflatten(-1, (-1, per_group + 2, head_dim))
+    return groups[..., :-2, :].flatten(-3, -2), groups[..., -2, :], groups[..., -1, :]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True)
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -117,10 +141,11 @@ class Layer(nn.Module):
         self.attention_norm, self.ffn_norm = nn.RMSNorm(size.dim, 1e-5), nn.RMSNorm(size.dim, 1e-5)
         self.attention = Attention(size)
         self.feed_forward: nn.Module = MixtureOfExperts(size) if size.experts else FeedForward(size.dim, size.hidden)
+        self.dropout = nn.Dropout(size.hidden_dropout)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), positions)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + self.dropout(self.attention(self.attention_norm(x), positions))
+        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
 
 
 class Decoder(nn.Module):

@@ -13,6 +13,7 @@ from impl.mesh.replicated import refuse_but
 from shardmark.api import Race, Unsupported, find_blocks, register
 
 ATTENTION = {"wq": ColwiseParallel(), "wk": ColwiseParallel(), "wv": ColwiseParallel(), "wo": RowwiseParallel()}
+FUSED = {"wqkv": ColwiseParallel(), "wo": RowwiseParallel()}
 FEED_FORWARD = {"w1": ColwiseParallel(), "w2": RowwiseParallel(), "w3": ColwiseParallel()}
 
 

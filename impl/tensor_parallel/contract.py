@@ -15,7 +15,8 @@ from shardmark.api import Family, Refusable, RegistryError, add_family
 
 class Parallelize(Protocol):
     """`parallelize(model, mesh) -> model`, called on every rank with the same whole `Decoder` (`impl.mesh.decoder`),
-    whose linear layers may have biases, and a `DeviceMesh` of one axis, `tp`, which may be a part of a larger mesh.
+    whose linear layers may have biases and whose queries, keys and values may be one product, and a `DeviceMesh` of
+    one axis, `tp`, which may be a part of a larger mesh.
 
     The returned module is called in two ways, with the same batch on every rank; tokens, positions and targets are
     (rows, context) int64, contiguous or not:
@@ -34,6 +35,8 @@ class Parallelize(Protocol):
     - After a backward pass the gradient of a DTensor is one, in which a sum over ranks may still be to be made
       (`Partial`). Whole parameters stay bitwise equal on all ranks.
     - Frozen parameters keep their values, and tied ones stay one.
+    - Ranks whose generators are in the same state leave out the same in dropout, of each token and of each head other
+      values, and are in the same state after it; a call that is recomputed leaves out the same again.
     - With targets, no rank has the whole logits (Shoeybi et al., "Megatron-LM", 2019).
     - FSDP2 over another axis may be put around the module and its layers, and `torch.utils.checkpoint` around a call.
 
@@ -68,6 +71,9 @@ def _kind(model: Decoder, mesh: DeviceMesh) -> str | None:
         "biases": any(name.endswith("bias") for name, _ in model.named_parameters()),
         "heads of queries that do not divide": size.heads % ranks > 0,
         "heads of keys and values that do not divide": size.kv_heads % ranks > 0,
+        "fused products": size.fused,
+        "dropout": size.hidden_dropout > 0,
+        "dropout of attention": size.attention_dropout > 0,
         "sizes that do not divide": size.hidden % ranks > 0 or size.vocabulary % ranks > 0,
     }
     return " and ".join(words for words, there in found.items() if there) or None

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad, rms_norm, silu
 
-from impl.mesh.decoder import IGNORED, Attention, Decoder, FeedForward, Layer, rotated
+from impl.mesh.decoder import IGNORED, Attention, Decoder, FeedForward, Layer, causal_attention, of_groups, rotated
 from impl.tensor_parallel.communication import GatherColumns, Group, SumGradient
+from impl.tensor_parallel.drawing import drawing_apart
 from impl.tensor_parallel.placing import cut, local, whole
 from impl.tensor_parallel.vocabulary import VocabularyLoss, embedded
 from shardmark.api import Unsupported
@@ -45,6 +46,10 @@ class Products(Protocol):
 
     def whole(self, parameter: Tensor) -> Tensor:
         """A parameter that every rank has whole, for use with its own tokens."""
+        ...
+
+    def dropped(self, x: Tensor, share: float) -> Tensor:
+        """Dropout of that share of the values of own tokens: each token's are left out alike wherever it is."""
         ...
 
 
@@ -83,11 +88,18 @@ def held_whole(layer: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
 
 class ParallelAttention(nn.Module):
     """Each rank has as many heads as others. Where the ranks do not divide the heads of keys and values, their weights
-    are whole, and a rank uses the rows of those that its own queries need."""
+    are whole, and a rank uses the rows of those that its own queries need. A fused product is cut by groups."""
 
     def __init__(self, attention: Attention, mesh: DeviceMesh, products: Products) -> None:
         super().__init__()
-        self.products, self.head_dim, self.attend = products, attention.head_dim, attention.attend
+        self.products, self.head_dim, self.dropout = products, attention.head_dim, attention.dropout
+        self.per_group, self.fused, self.kv_is_cut = attention.per_group, attention.fused, True
+        if self.fused:
+            groups = attention.wqkv.out_features // ((self.per_group + 2) * self.head_dim)
+            if groups % mesh.size():
+                raise Unsupported(f"a fused product of {groups} groups cannot be cut over {mesh.size()} ranks")
+            self.wqkv, self.wo = cut_columns(attention.wqkv, mesh), cut_rows(attention.wo, mesh)
+            return
         ranks, rank = mesh.size(), mesh.get_local_rank()
         heads, kv_heads = (each.out_features // self.head_dim for each in (attention.wq, attention.wk))
         if heads % ranks:
@@ -96,22 +108,37 @@ class ParallelAttention(nn.Module):
         place = cut_columns if self.kv_is_cut else held_whole
         self.wq, self.wo = cut_columns(attention.wq, mesh), cut_rows(attention.wo, mesh)
         self.wk, self.wv = place(attention.wk, mesh), place(attention.wv, mesh)
-        per_kv, per_rank = heads // kv_heads, heads // ranks
-        needed = [head // per_kv for head in range(rank * per_rank, (rank + 1) * per_rank)]
+        per_rank = heads // ranks
+        needed = [head // self.per_group for head in range(rank * per_rank, (rank + 1) * per_rank)]
         self.kv_of_heads = [head - needed[0] for head in needed]
         """The head of keys that each own head of queries uses, among those that this rank needs."""
         self.kv_rows = slice(needed[0] * self.head_dim, (needed[-1] + 1) * self.head_dim)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: (own tokens, dim); positions: (rows, context)."""
-        q, k, v = columns(self.products, x, own(self.wq), self.own_kv(self.wk), self.own_kv(self.wv))
+        q, k, v = self.heads(x)
         tokens, padding = positions.numel(), q.shape[0] - positions.numel()
-        q, k, v = (each[:tokens].view(*positions.shape, -1, self.head_dim).transpose(1, 2) for each in (q, k, v))
+        q, k, v = (each[:tokens].unflatten(0, positions.shape).transpose(1, 2) for each in (q, k, v))
         q, k = rotated(q, positions), rotated(k, positions)
         if not self.kv_is_cut and k.shape[1] > 1:  # which heads share one may differ from rank to rank
             k, v = k[:, self.kv_of_heads], v[:, self.kv_of_heads]
         mixed = self.attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1)  # (tokens, own heads * head_dim)
         return self.products.row(pad(mixed, (0, 0, 0, padding)) if padding else mixed, *own(self.wo))
+
+    def heads(self, x: Tensor) -> Sequence[Tensor]:
+        """Own queries, keys and values of all tokens, (tokens, own heads, head_dim)."""
+        if self.fused:
+            (fused,) = columns(self.products, x, own(self.wqkv))
+            return of_groups(fused, self.per_group, self.head_dim)
+        every = columns(self.products, x, own(self.wq), self.own_kv(self.wk), self.own_kv(self.wv))
+        return [each.unflatten(-1, (-1, self.head_dim)) for each in every]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Each rank has heads of its own, and so what dropout leaves out of them."""
+        if not self.training or self.dropout == 0.0:
+            return causal_attention(q, k, v, 0.0)
+        with drawing_apart(q.device, self.products.group):
+            return causal_attention(q, k, v, self.dropout)
 
     def own_kv(self, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
         weight, bias = own(layer)
@@ -144,15 +171,19 @@ class ParallelLayer(nn.Module):
         if not isinstance(layer.feed_forward, FeedForward):
             raise Unsupported("it cuts no experts")
         self.products = products
-        self.attention_norm, self.ffn_norm = layer.attention_norm, layer.ffn_norm
+        self.attention_norm, self.ffn_norm, self.dropout = layer.attention_norm, layer.ffn_norm, layer.dropout
         for norm in (self.attention_norm, self.ffn_norm):
             norm.weight = whole(norm.weight, mesh)
         self.attention = ParallelAttention(layer.attention, mesh, products)
         self.feed_forward = ParallelFeedForward(layer.feed_forward, mesh, products)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        x = x + self.attention(normalized(self.products, x, self.attention_norm), positions)
-        return x + self.feed_forward(normalized(self.products, x, self.ffn_norm))
+        x = x + self.dropped(self.attention(normalized(self.products, x, self.attention_norm), positions))
+        return x + self.dropped(self.feed_forward(normalized(self.products, x, self.ffn_norm)))
+
+    def dropped(self, x: Tensor) -> Tensor:
+        share = self.dropout.p if self.training else 0.0
+        return self.products.dropped(x, share) if share else x
 
 
 class TensorParallelDecoder(nn.Module):

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 
 from impl.mesh.decoder import IGNORED, Decoder, FeedForward
-from impl.mesh.library import ATTENTION, FEED_FORWARD
+from impl.mesh.library import ATTENTION, FEED_FORWARD, FUSED
 from shardmark.api import Race, Unsupported, register
 
 
@@ -61,6 +61,8 @@ def refuse(model: Decoder, mesh: DeviceMesh) -> None:
     for heads in (size.heads, size.kv_heads):
         if heads % mesh.size():
             raise Unsupported(f"{heads} heads cannot be cut over {mesh.size()} ranks")
+    if size.attention_dropout:
+        raise Unsupported("each rank's heads would lose the same shares, as ranks are seeded alike")
     if size.hidden % mesh.size() or size.vocabulary % mesh.size():
         raise Unsupported("RowwiseParallel takes a rank's columns for as many as each other rank's")
 
@@ -77,7 +79,7 @@ def parallelize_by_torch(model: Decoder, mesh: DeviceMesh) -> nn.Module:
     refuse(model, mesh)
     for layer in model.layers:
         assert isinstance(layer.feed_forward, FeedForward)
-        plan = {f"attention.{name}": style for name, style in ATTENTION.items()}
+        plan = {f"attention.{name}": style for name, style in (FUSED if model.size.fused else ATTENTION).items()}
         parallelize_module(layer, mesh, plan | {f"feed_forward.{name}": style for name, style in FEED_FORWARD.items()})
     logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh, {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()), "output": logits})

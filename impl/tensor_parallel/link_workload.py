@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import linear
+from torch.nn.functional import dropout, linear
 
 from impl.mesh.decoder import Decoder
 from impl.tensor_parallel.cases import SIZES, TensorParallelCase
@@ -73,6 +73,9 @@ class Silent:
 
     def whole(self, parameter: Tensor) -> Tensor:
         return parameter
+
+    def dropped(self, x: Tensor, share: float) -> Tensor:
+        return dropout(x, share)
 
 
 def parallelize_silently(model: nn.Module, mesh: DeviceMesh, group: Group) -> nn.Module:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardmark.api import Unsupported
 
@@ -26,6 +29,28 @@ def whole(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, differentiable."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def localized(model: nn.Module) -> dict[str, Placement]:
+    """Put each DTensor's local part in its place, as a parameter, for wrappers and optimizers that know no DTensors.
+    Tied ones stay one. Returns by name how each is placed, for `joined`. Gradients must be whole, which they are not
+    where a sum over ranks is still to be made (`Partial`)."""
+    own: dict[DTensor, nn.Parameter] = {}
+    placements: dict[str, Placement] = {}
+    for owner_name, owner in model.named_modules():
+        for name, parameter in [*owner.named_parameters(owner_name, recurse=False)]:
+            if not isinstance(parameter, DTensor):
+                continue
+            if parameter not in own:
+                own[parameter] = nn.Parameter(local(parameter).detach(), parameter.requires_grad)
+            placements[name] = parameter.placements[0]
+            setattr(owner, name.rpartition(".")[2], own[parameter])
+    return placements
+
+
+def joined(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    """The whole parameter, from every rank's part."""
+    return torch.cat(list(parts), placement.dim) if isinstance(placement, Shard) else parts[0]
 
 
 def _placed(part: Tensor, parameter: Tensor, mesh: DeviceMesh, placement: Shard | Replicate) -> nn.Parameter:

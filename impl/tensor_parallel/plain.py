@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import linear
+from torch.nn.functional import dropout, linear
 
 from impl.mesh.decoder import Decoder
 from impl.tensor_parallel.communication import Group, Sum, SumGradient
@@ -37,6 +37,10 @@ class Plain:
     def whole(self, parameter: Tensor) -> Tensor:
         """Its gradient is the same on every rank."""
         return parameter
+
+    def dropped(self, x: Tensor, share: float) -> Tensor:
+        """Every rank leaves out the same."""
+        return dropout(x, share)
 
 
 def parallelize_plain(model: Decoder, mesh: DeviceMesh) -> nn.Module:

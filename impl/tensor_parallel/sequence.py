@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import dropout
 
 from impl.mesh.decoder import Decoder
 from impl.tensor_parallel.communication import Group, ScatterSums, SumGradient, gather, scatter, wait
 from impl.tensor_parallel.decoder import TensorParallelDecoder
+from impl.tensor_parallel.drawing import drawing_apart
 from impl.tensor_parallel.plain import parallelize_plain
 from shardmark.api import Race, register
 
@@ -107,6 +109,10 @@ class Sliced:
     def whole(self, parameter: Tensor) -> Tensor:
         """Each rank's slice adds to its gradient."""
         return SumGradient.apply(parameter, self.group)
+
+    def dropped(self, x: Tensor, share: float) -> Tensor:
+        with drawing_apart(x.device, self.group):
+            return dropout(x, share)
 
 
 def as_autocast(*tensors: Tensor) -> list[Tensor]:

@@ -35,7 +35,7 @@ class TensorParallelStep:
         def model() -> nn.Module:
             torch.manual_seed(0)
             with torch.device(device):
-                return Decoder(SIZES[case.model])
+                return Decoder(SIZES[case.model]).to(getattr(torch, case.dtype))
 
         self.trainer = MeshTrainer(
             self.parallelize(implementation), model, _adamw, mesh, max_norm=MAX_NORM, objective=TOKENS
