@@ -103,6 +103,7 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
     try:
         try:
             function, args, seed = pickle.loads(work)
+            _forget_meshes()
             seed_rank(seed + (dist.get_rank() if dist.is_initialized() else 0))  # each rank draws its own
             result = function(*args)
             if torch.cuda.is_initialized():  # work that is still queued may fail or hang, and is this call's
@@ -126,6 +127,15 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
         except BaseException:
             left = {"broken": "an unknown state"}
         return pickle.dumps(Answer(failure=failure, **left))
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor remembers: it finds the mesh of an earlier call for one that is equal, with its groups, and a
+    rank that has simulated in between, or failed, would not, so that ranks wait for one another in different groups."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _collect_garbage() -> None:
