@@ -27,6 +27,7 @@ from correctness.support.own_model import (
 )
 from impl.mesh import Objective, OneProcess, by_mesh, mean_of
 from impl.mesh.contract import makes_trainer
+from impl.mesh.workload import own_slices
 from shardmark.api import Implementation, Loss, Made, Mesh, NotAsked, OwnModelCase
 from shardmark.plugin import WorldsBySize
 
@@ -57,7 +58,7 @@ def train_on_rank(implementation: Implementation, case: OwnModelCase, mesh: Mesh
 
     def of_step(step: int) -> list[Any]:
         whole = _batches(case, device, mesh.row_group(rank), step)
-        return [(seed, *_slices(mesh, batch, rank)) for seed, *batch in whole]
+        return [(seed, *own_slices(mesh, batch, rank)) for seed, *batch in whole]
 
     return traced(trainer, of_step, STEPS)
 
@@ -86,16 +87,6 @@ def _batches(case: OwnModelCase, device: str, group: int, step: int) -> list[Any
     """The micro-batches of a group of rows, each with a seed of its own for dropout."""
     numbers = range(step * case.recipe.micro_batches, (step + 1) * case.recipe.micro_batches)
     return [(1000 * number + group, *own_model(case, device, group, number).batch) for number in numbers]
-
-
-def _slices(mesh: Mesh, batch: Sequence[Any], rank: int) -> Sequence[Any]:
-    """The rank's slices of a batch; NotAsked where a mesh with slices has no second dimension to cut equally."""
-    parts = mesh.sizes.get("cp", 1)
-    if parts == 1:
-        return batch
-    if not all(isinstance(each, Tensor) and each.ndim > 1 and each.shape[1] % parts == 0 for each in batch):
-        raise NotAsked(f"its batch has no second dimension that {parts} slices divide")
-    return mesh.slices(batch, rank)
 
 
 def _objective(loss: Loss) -> Objective:

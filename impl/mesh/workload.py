@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from impl.mesh.cases import SIZES, MeshCase
@@ -17,7 +17,7 @@ from impl.mesh.decoder import Decoder
 from impl.mesh.objective import mean_of
 from impl.mesh.trainer import Named, by_mesh
 from impl.training_step.models import made
-from shardmark.api import Implementation, Mark, Mesh, OwnModelCase, Unsupported
+from shardmark.api import Implementation, Mark, Mesh, NotAsked, OwnModelCase, Unsupported
 
 MAX_NORM = 1.0
 
@@ -81,4 +81,14 @@ def _of_own_model(
         max_norm=math.inf if case.recipe.clip is None else case.recipe.clip,
         objective=mean_of(own.loss),
     )
-    return trainer, [mesh.slices(batch, rank)] * case.recipe.micro_batches
+    return trainer, [own_slices(mesh, batch, rank)] * case.recipe.micro_batches
+
+
+def own_slices(mesh: Mesh, batch: Sequence[Any], rank: int) -> Sequence[Any]:
+    """The rank's slices of a batch of a user's own; NotAsked where it has no second dimension that `cp` divides."""
+    parts = mesh.sizes.get("cp", 1)
+    if parts == 1:
+        return batch
+    if not all(isinstance(each, Tensor) and each.ndim > 1 and each.shape[1] % parts == 0 for each in batch):
+        raise NotAsked(f"its batch has no second dimension that {parts} slices divide")
+    return mesh.slices(batch, rank)
