@@ -1,4 +1,4 @@
-"""From which number of tokens does tensor parallelism no longer pay, in a node and across nodes? It writes
+"""Up to how many tokens per device does tensor parallelism pay, in a node and across nodes? It writes
 docs/across-nodes.md: python -m studies.across_nodes
 
 Layouts of the same devices for the same batch are predicted: a degree of tensor parallelism, and FSDP over the rest.
@@ -79,8 +79,9 @@ def of_sizes(known: Hardware, sizes: Sequence[int]) -> list[Hardware]:
 
 
 def pays_until(alone: Sequence[tuple[int, float]], parallel: Sequence[tuple[int, float]]) -> float:
-    """The number of tokens from which `alone` is as fast, from (tokens, seconds) of both in the order of tokens; 0
-    where it always is, infinite where it never is. Between two numbers ratios are taken for powers."""
+    """The number of tokens at which `alone` is first as fast, from (tokens, seconds) of both in the order of tokens; 0
+    where it is at the smallest number, infinite where it never is. Between two numbers the logarithm of the ratio is
+    interpolated in that of the tokens."""
     points = [(tokens, log(mine / other)) for (tokens, mine), (_, other) in zip(parallel, alone, strict=True)]
     if points[0][1] >= 0:
         return 0.0
@@ -90,9 +91,9 @@ def pays_until(alone: Sequence[tuple[int, float]], parallel: Sequence[tuple[int,
     return float("inf")
 
 
-def in_words(tokens: float, most: int) -> str:
+def in_words(tokens: float, least: int, most: int) -> str:
     if tokens == 0:
-        return "never"
+        return f"not at {least:,}"
     return f"above {most:,}" if tokens > most else f"{tokens:,.0f}"
 
 
@@ -101,22 +102,22 @@ def page(steps: Sequence[Step], known: Hardware, devices: int) -> str:
     contexts = sorted({step.tokens for step in steps})
     by = {(step.degree, step.tokens): step for step in steps}
     lines = INTRODUCTION.format(devices=devices, name=known.name).splitlines()
-    lines += ["", "## Until how many tokens of a device it pays", ""]
+    lines += ["", "## Up to how many tokens per device it pays", ""]
     lines += [f"Up to here the layout's step is shorter than that of FSDP alone, `shard={devices}`.", ""]
     lines += ["| | " + " | ".join(_nodes(devices, size) for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
     for degree in degrees[1:]:
         ends = []
         for size in sizes:
             alone, parallel = ([(n, by[d, n].seconds[size]) for n in contexts] for d in (degrees[0], degree))
-            ends.append(in_words(pays_until(alone, parallel), contexts[-1]))
+            ends.append(in_words(pays_until(alone, parallel), contexts[0], contexts[-1]))
         lines.append(f"| `{_layout(devices, degree)}` | " + " | ".join(ends) + " |")
     for size in sizes:
         lines += ["", f"## {_nodes(devices, size).capitalize()}", ""]
-        lines += ["| tokens of a device | " + " | ".join(f"`{_layout(devices, each)}`" for each in degrees) + " |"]
+        lines += ["| tokens per device | " + " | ".join(f"`{_layout(devices, each)}`" for each in degrees) + " |"]
         lines += ["|---" * (len(degrees) + 1) + "|"]
         lines += [_times([by[degree, tokens] for degree in degrees], size) for tokens in contexts]
     lines += ["", "## Memory", "", "Peak of a rank in GiB, wherever the others are.", ""]
-    lines += ["| tokens of a device | " + " | ".join(f"`{_layout(devices, each)}`" for each in degrees) + " |"]
+    lines += ["| tokens per device | " + " | ".join(f"`{_layout(devices, each)}`" for each in degrees) + " |"]
     lines += ["|---" * (len(degrees) + 1) + "|"]
     for tokens in contexts:
         lines.append(f"| {tokens:,} | " + " | ".join(f"{by[each, tokens].peak / 2**30:.1f}" for each in degrees) + " |")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.optim import SGD
 
 from correctness.mesh.training import own_batches
@@ -24,8 +25,8 @@ from impl.tensor_parallel.placing import joined, localized
 from shardmark.api import Implementation, Mesh
 
 STEPS = 4
-WITHIN = 1e-12
-"""Relative to the largest value of a tensor, in float64."""
+WITHIN = 1e-10
+"""Relative to the largest value of a tensor, in float64, after some steps."""
 OPTIONS = {"lr": 0.01, "momentum": 0.9}
 
 Around = Callable[[nn.Module, dist.ProcessGroup], tuple[Any, Any]]
@@ -94,7 +95,8 @@ def train_on_rank(implementation: Implementation, mesh: Mesh, around: str, kind:
     for name, part in local.items():
         parts: list[Any] = [None] * mesh.sizes["tp"]
         dist.all_gather_object(parts, part.cpu(), group=on.get_group("tp"))
-        parameters[own_names[name]] = joined(parts, placements[own_names[name]])
+        placement = placements[own_names[name]]
+        parameters[own_names[name]] = joined(parts, placement) if isinstance(placement, Shard) else part.cpu()
     return Trained(losses, parameters)
 
 
@@ -115,11 +117,11 @@ def in_one_process(row_groups: int, kind: str) -> Trained:
 def complaints(ranks: Sequence[Trained], expected: Trained) -> Iterator[str]:
     for rank, found in enumerate(ranks):
         for step, (loss, right) in enumerate(zip(found.losses, expected.losses, strict=True)):
-            if not abs(loss - right) <= 100 * WITHIN * abs(right):
+            if not abs(loss - right) <= WITHIN * abs(right):
                 yield f"the loss of step {step} on rank {rank} is {loss:.8g}, not {right:.8g}"
         for name, right in expected.parameters.items():
             off = (found.parameters[name] - right).abs().max().item()
-            if not off <= 100 * WITHIN * right.abs().max().item():
+            if not off <= WITHIN * right.abs().max().item():
                 yield f"{name} is off by {off:.3g} on rank {rank} after {STEPS} steps"
             if not found.parameters[name].equal(ranks[0].parameters[name]):
                 yield f"{name} has other bits on rank {rank} than on rank 0"

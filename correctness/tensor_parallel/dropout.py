@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from correctness.tensor_parallel.calls import WITHIN
@@ -60,14 +61,16 @@ def batch_of(place: str, device: str = "cpu") -> Batch:
 
 @dataclass
 class Dropped:
-    """Results of a rank."""
+    """Results of a rank. Two calls, one of which is recomputed in backward, begin in the same state."""
 
     logits: list[Tensor]
     """Logits of two calls."""
     evaluated: Tensor
     losses: list[Tensor]
-    """From the same state of the generators: the loss, that of a call that is recomputed, and both gradients."""
+    """By the logits of these calls."""
     gradients: list[Tensor]
+    state: bytes
+    """State of the device's generator after a call with targets, the last one."""
 
 
 def drop_on_rank(implementation: Implementation, mesh: Mesh, place: str, device: str) -> Dropped:
@@ -75,20 +78,23 @@ def drop_on_rank(implementation: Implementation, mesh: Mesh, place: str, device:
     model = implementation.watched(revealing(place, device), mesh.device_mesh(torch.device(device).type)["tp"])
     *inputs, targets = batch_of(place, device)
     seed = 100 + mesh.row_group(dist.get_rank())
-    torch.manual_seed(seed)
-    losses, gradients = [], []
+    model(*inputs)  # DTensor gives all ranks the first one's state when it first draws on a GPU
+    losses, gradients, logits = [], [], []
     for call in (model, partial(checkpoint, model, use_reentrant=False)):
         torch.manual_seed(seed)
         model.zero_grad()
-        losses.append(call(*inputs, targets))
+        logits.append(call(*inputs))
+        losses.append(cross_entropy(logits[-1].flatten(0, 1), targets.flatten(), reduction="sum"))
         losses[-1].backward()
         weight = dict(model.named_parameters())[f"layers.0.{weight_of(place)}.weight"]
         gradients.append(full(weight.grad).cpu())
-    torch.manual_seed(seed)
     with torch.no_grad():
-        logits = [model(*inputs).cpu() for _ in range(2)]
+        logits[1] = model(*inputs)
         evaluated = model.eval()(*inputs).cpu()
-    return Dropped(logits, evaluated, [loss.detach().cpu() for loss in losses], gradients)
+    model.train()(*inputs, targets)
+    state = torch.cuda.get_rng_state() if torch.device(device).type == "cuda" else torch.get_rng_state()
+    calls = [each.detach().cpu() for each in logits]
+    return Dropped(calls, evaluated, [loss.detach().cpu() for loss in losses], gradients, state.numpy().tobytes())
 
 
 class LeavesIn(nn.Module):
@@ -138,7 +144,10 @@ def complaints(ranks: Sequence[Dropped], mesh: Mesh, place: str) -> Iterator[str
         share = 1 - kept.double().mean().item()
         if abs(share - SHARE) > 6 * (SHARE * (1 - SHARE) / kept.numel()) ** 0.5:
             yield f"rank {rank} leaves out {share:.3f} of the values, and not {SHARE}"
-        if mesh.coordinates(rank).get("tp"):
+        first = next(r for r in range(len(ranks)) if mesh.row_group(r) == mesh.row_group(rank))
+        if own.state != ranks[first].state:
+            yield f"rank {rank} has its generator in another state after its calls than rank {first}"
+        if rank != first:
             continue  # the logits of ranks with the same rows are one: each has its own columns
         for call, logits in enumerate(own.logits):
             found = left_in(place, logits)

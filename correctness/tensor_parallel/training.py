@@ -133,6 +133,8 @@ def train_on_rank(
     backend: str | None = None,
 ) -> Trace:
     """Layers are compiled by the backend."""
+    if backend:
+        torch._dynamo.reset()
     parallelize = partial(compiled, implementation, backend) if backend else partial(composed, implementation)
     trainer = MeshTrainer(
         parallelize,  # type: ignore[arg-type]
@@ -142,7 +144,10 @@ def train_on_rank(
         max_norm=MAX_NORM,
         objective=Objective(losses=_recomputed) if recomputes else TOKENS,
     )
-    return traced(trainer, partial(own_batches, mesh, device, of=partial(batches, kind)), steps)
+    found = traced(trainer, partial(own_batches, mesh, device, of=partial(batches, kind)), steps)
+    if backend:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    return found
 
 
 @cache

@@ -27,8 +27,8 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 class _AlikeOnSlices(Sliced):
-    def dropped(self, x: Tensor, share: float) -> Tensor:
-        return dropout(x, share)
+    def dropped(self, x: Tensor, p: float) -> Tensor:
+        return dropout(x, p)
 
 
 @defect(cause="random numbers", caught_by="test_dropout_leaves_out_what_one_process_might[DropsAlikeOnSlices-tp2-att")
@@ -40,9 +40,9 @@ class DropsAlikeOnSlices(Planted):
 
 
 class _ApartOnCopies(Plain):
-    def dropped(self, x: Tensor, share: float) -> Tensor:
+    def dropped(self, x: Tensor, p: float) -> Tensor:
         with drawing_apart(x.device, self.group):
-            return dropout(x, share)
+            return dropout(x, p)
 
 
 @defect(cause="random numbers", caught_by="test_dropout_leaves_out_what_one_process_might[DropsApartOnCopies-tp2-att")
@@ -57,13 +57,30 @@ class DropsAlikeOfHeads(WithAttention):
     """NVIDIA/Fuser#3123: the heads of each rank lose the shares that those of the first one lose."""
 
     def change(self, attention: Any) -> None:
-        attention.attend = MethodType(lambda self, q, k, v: causal_attention(q, k, v, self.dropout), attention)
+        def attend(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return causal_attention(q, k, v, self.dropout if self.training else 0.0)
+
+        attention.attend = MethodType(attend, attention)
+
+
+@defect(cause="state", caught_by="test_dropout_leaves_out_what_one_process_might[LeavesItsOwnState-tp2-heads")
+class LeavesItsOwnState(WithAttention):
+    """A rank draws apart for its heads and goes on from there, so that later draws differ on copies."""
+
+    def change(self, attention: Any) -> None:
+        def attend(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if not self.training:
+                return causal_attention(q, k, v, 0.0)
+            torch.manual_seed(int(torch.randint(2**62, ())) + self.products.group.rank())
+            return causal_attention(q, k, v, self.dropout)
+
+        attention.attend = MethodType(attend, attention)
 
 
 class _ByPlace(Sliced):
-    def dropped(self, x: Tensor, share: float) -> Tensor:
+    def dropped(self, x: Tensor, p: float) -> Tensor:
         with _seeded(1234 + self.group.rank()):
-            return dropout(x, share)
+            return dropout(x, p)
 
 
 @defect(cause="random numbers", caught_by="test_dropout_leaves_out_what_one_process_might[DropsByPlace-dp2_tp2-att")
@@ -77,10 +94,10 @@ class DropsByPlace(Planted):
 class _Counting(Sliced):
     calls = 0
 
-    def dropped(self, x: Tensor, share: float) -> Tensor:
+    def dropped(self, x: Tensor, p: float) -> Tensor:
         _Counting.calls += 1
         with _seeded(torch.initial_seed() + 1000 * _Counting.calls + self.group.rank()):
-            return dropout(x, share)
+            return dropout(x, p)
 
 
 @defect(cause="random numbers", caught_by="test_dropout_leaves_out_what_one_process_might[CountsCalls-tp2-att")
@@ -104,9 +121,9 @@ class DropsInEvaluation(WithAttention):
 
 
 class _FromTheSameState(Sliced):
-    def dropped(self, x: Tensor, share: float) -> Tensor:
+    def dropped(self, x: Tensor, p: float) -> Tensor:
         with _seeded(torch.initial_seed() + self.group.rank()):
-            return dropout(x, share)
+            return dropout(x, p)
 
 
 @defect(cause="random numbers", caught_by="test_dropout_leaves_out_what_one_process_might[BeginsAnew-tp2-att")

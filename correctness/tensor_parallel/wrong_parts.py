@@ -19,7 +19,7 @@ from impl.tensor_parallel.placing import cut, local
 
 
 class WithAttention(Planted):
-    """Right: each attention's keys and values as `own_kv` has them."""
+    """Right: each attention as `change` leaves it."""
 
     def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
         super().__init__(model, mesh)

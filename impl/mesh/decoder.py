@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 @dataclass(frozen=True)
 class DecoderSize:
     """Sizes that 2, 3, 4 and 6 divide. `experts` of 0: each layer has one feed-forward network. `fused`: queries, keys
-    and values are one product. Dropout is of what each network adds (`hidden_dropout`), and of attention's shares."""
+    and values are one product. Dropout is of what each network adds (`hidden_dropout`), and of attention's weights."""
 
     dim: int = 24
     layers: int = 2

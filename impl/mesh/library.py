@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from impl.mesh.decoder import Decoder, FeedForward
 from impl.mesh.replicated import refuse_but
@@ -15,6 +15,11 @@ from shardmark.api import Race, Unsupported, find_blocks, register
 ATTENTION = {"wq": ColwiseParallel(), "wk": ColwiseParallel(), "wv": ColwiseParallel(), "wo": RowwiseParallel()}
 FUSED = {"wqkv": ColwiseParallel(), "wo": RowwiseParallel()}
 FEED_FORWARD = {"w1": ColwiseParallel(), "w2": RowwiseParallel(), "w3": ColwiseParallel()}
+
+
+def attention_plan(model: Decoder) -> dict[str, ParallelStyle]:
+    """Styles of attention's products, by name."""
+    return dict(FUSED if model.size.fused else ATTENTION)
 
 
 def torch_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -36,7 +41,7 @@ def _cut_products(model: Decoder, tp: DeviceMesh) -> None:
     if model.size.kv_heads % tp.size():
         raise Unsupported(f"{model.size.kv_heads} heads of keys and values cannot be cut over {tp.size()} ranks")
     for layer in model.layers:
-        plan = {f"attention.{name}": style for name, style in ATTENTION.items()}
+        plan = {f"attention.{name}": style for name, style in attention_plan(model).items()}
         if isinstance(layer.feed_forward, FeedForward):
             plan |= {f"feed_forward.{name}": style for name, style in FEED_FORWARD.items()}
         parallelize_module(layer, tp, plan)

@@ -35,8 +35,9 @@ class Parallelize(Protocol):
     - After a backward pass the gradient of a DTensor is one, in which a sum over ranks may still be to be made
       (`Partial`). Whole parameters stay bitwise equal on all ranks.
     - Frozen parameters keep their values, and tied ones stay one.
-    - Ranks whose generators are in the same state leave out the same in dropout, of each token and of each head other
-      values, and are in the same state after it; a call that is recomputed leaves out the same again.
+    - Dropout draws from the default generators, which ranks of `tp` have in the same state before a call and after it.
+      Copies of a value are dropped on all ranks or on none; other tokens and other heads draw independently; a call
+      that is recomputed drops the same values.
     - With targets, no rank has the whole logits (Shoeybi et al., "Megatron-LM", 2019).
     - FSDP2 over another axis may be put around the module and its layers, and `torch.utils.checkpoint` around a call.
 

@@ -48,8 +48,8 @@ class Products(Protocol):
         """A parameter that every rank has whole, for use with its own tokens."""
         ...
 
-    def dropped(self, x: Tensor, share: float) -> Tensor:
-        """Dropout of that share of the values of own tokens: each token's are left out alike wherever it is."""
+    def dropped(self, x: Tensor, p: float) -> Tensor:
+        """Dropout of own tokens with probability p; ranks that share a token drop the same of its values."""
         ...
 
 
@@ -182,8 +182,8 @@ class ParallelLayer(nn.Module):
         return x + self.dropped(self.feed_forward(normalized(self.products, x, self.ffn_norm)))
 
     def dropped(self, x: Tensor) -> Tensor:
-        share = self.dropout.p if self.training else 0.0
-        return self.products.dropped(x, share) if share else x
+        p = self.dropout.p if self.training else 0.0
+        return self.products.dropped(x, p) if p else x
 
 
 class TensorParallelDecoder(nn.Module):

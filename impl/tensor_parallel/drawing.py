@@ -14,7 +14,7 @@ from impl.tensor_parallel.communication import Group
 def drawing_apart(device: torch.device, group: Group) -> Iterator[None]:
     """Draw other random numbers on each rank of the group, from a seed that the ranks draw alike (Shoeybi et al.,
     "Megatron-LM", 2019, appendix B.2). Recomputing begins with the same state, and so draws the same seed."""
-    seed = int(torch.randint(2**62, ()))  # of the host's generator: nothing waits for the device
+    seed = int(torch.randint(2**62, (), device="cpu"))  # of the host's generator: nothing waits for the device
     generator = _default_generator(device)
     state = generator.get_state()
     generator.manual_seed(seed + group.rank())

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 
 from impl.mesh.decoder import IGNORED, Decoder, FeedForward
-from impl.mesh.library import ATTENTION, FEED_FORWARD, FUSED
+from impl.mesh.library import FEED_FORWARD, attention_plan
 from shardmark.api import Race, Unsupported, register
 
 
@@ -79,7 +79,7 @@ def parallelize_by_torch(model: Decoder, mesh: DeviceMesh) -> nn.Module:
     refuse(model, mesh)
     for layer in model.layers:
         assert isinstance(layer.feed_forward, FeedForward)
-        plan = {f"attention.{name}": style for name, style in (FUSED if model.size.fused else ATTENTION).items()}
+        plan = {f"attention.{name}": style for name, style in attention_plan(model).items()}
         parallelize_module(layer, mesh, plan | {f"feed_forward.{name}": style for name, style in FEED_FORWARD.items()})
     logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh, {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()), "output": logits})

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from impl.mesh.decoder import Decoder
-from impl.mesh.library import ATTENTION, FEED_FORWARD, FUSED
+from impl.mesh.library import FEED_FORWARD, attention_plan
 from impl.tensor_parallel.library import WithLoss, refuse, with_loss
 from shardmark.api import Race, Unsupported, register
 
@@ -28,17 +28,16 @@ def parallelize_sequence_by_torch(model: Decoder, mesh: DeviceMesh) -> nn.Module
         raise Unsupported("PyTorch's SequenceParallel thaws frozen norms")
     if model.size.hidden_dropout and mesh.device_type == "cpu":
         raise Unsupported("DTensor draws the same for each slice on a CPU")
-    attention = FUSED if model.size.fused else ATTENTION
     slices = RowwiseParallel(output_layouts=Shard(1))
     plan = {
         "attention_norm": SequenceParallel(),
         "ffn_norm": SequenceParallel(),
-        "dropout": SequenceParallel(use_local_output=True),
+        **({"dropout": SequenceParallel(use_local_output=True)} if model.size.hidden_dropout else {}),
         "attention": PrepareModuleInput(
             input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None), use_local_output=True
         ),
         "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        **{f"attention.{name}": style for name, style in (attention | {"wo": slices}).items()},
+        **{f"attention.{name}": style for name, style in (attention_plan(model) | {"wo": slices}).items()},
         **{f"feed_forward.{name}": style for name, style in (FEED_FORWARD | {"w2": slices}).items()},
     }
     for layer in model.layers:

@@ -74,8 +74,8 @@ class Silent:
     def whole(self, parameter: Tensor) -> Tensor:
         return parameter
 
-    def dropped(self, x: Tensor, share: float) -> Tensor:
-        return dropout(x, share)
+    def dropped(self, x: Tensor, p: float) -> Tensor:
+        return dropout(x, p)
 
 
 def parallelize_silently(model: nn.Module, mesh: DeviceMesh, group: Group) -> nn.Module:

@@ -48,9 +48,9 @@ def localized(model: nn.Module) -> dict[str, Placement]:
     return placements
 
 
-def joined(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+def joined(parts: Sequence[Tensor], placement: Shard) -> Tensor:
     """The whole parameter, from every rank's part."""
-    return torch.cat(list(parts), placement.dim) if isinstance(placement, Shard) else parts[0]
+    return torch.cat(list(parts), placement.dim)
 
 
 def _placed(part: Tensor, parameter: Tensor, mesh: DeviceMesh, placement: Shard | Replicate) -> nn.Parameter:

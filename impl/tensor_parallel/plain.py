@@ -38,9 +38,9 @@ class Plain:
         """Its gradient is the same on every rank."""
         return parameter
 
-    def dropped(self, x: Tensor, share: float) -> Tensor:
+    def dropped(self, x: Tensor, p: float) -> Tensor:
         """Every rank leaves out the same."""
-        return dropout(x, share)
+        return dropout(x, p)
 
 
 def parallelize_plain(model: Decoder, mesh: DeviceMesh) -> nn.Module:

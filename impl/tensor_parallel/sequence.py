@@ -110,9 +110,9 @@ class Sliced:
         """Each rank's slice adds to its gradient."""
         return SumGradient.apply(parameter, self.group)
 
-    def dropped(self, x: Tensor, share: float) -> Tensor:
+    def dropped(self, x: Tensor, p: float) -> Tensor:
         with drawing_apart(x.device, self.group):
-            return dropout(x, share)
+            return dropout(x, p)
 
 
 def as_autocast(*tensors: Tensor) -> list[Tensor]:

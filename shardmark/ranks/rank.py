@@ -130,8 +130,8 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
 
 
 def _forget_meshes() -> None:
-    """Clear what DTensor remembers: it finds the mesh of an earlier call for one that is equal, with its groups, and a
-    rank that has simulated in between, or failed, would not, so that ranks wait for one another in different groups."""
+    """Clear DTensor's cache. Equal meshes are one key there, whose value has the process groups of the first one. A
+    rank that has simulated in between, or failed, has those of another, and ranks would wait in different groups."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
