@@ -1,0 +1,135 @@
+"""Single steps of a pipeline: gradients of several, stages that raise, tensors that outlive the step."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from correctness.pipeline.stages import build, builder, loss, micro_batches
+from correctness.pipeline.training import Trained, in_one_process, named
+from shardmark.api import Implementation, Mesh
+
+COUNT = 4
+
+
+def group_of(mesh: Mesh, device: str) -> Any:
+    return mesh.device_mesh(torch.device(device).type).get_group("pp")
+
+
+def accumulate_on_rank(implementation: Implementation, mesh: Mesh, device: str, steps: int) -> Trained:
+    """Gradients of several steps of the same batch, which nobody sets to None in between."""
+    pipeline = implementation.watched(builder("plain", device), group_of(mesh, device), COUNT, loss=loss)
+    losses = [float(pipeline.step(*micro_batches(COUNT, 0, device, True))) for _ in range(steps)]
+    parameters = named(pipeline.modules)
+    found = {name: p.grad.cpu() / steps for name, p in parameters.items() if p.grad is not None}
+    return Trained(0, losses, found, {name: p.detach().cpu() for name, p in parameters.items()})
+
+
+def of_one_step(stages: int, steps: int) -> Trained:
+    """A step of one process, whose loss comes as many times."""
+    one = in_one_process("plain", stages, COUNT, 1, True)
+    parameters = named({stage: build("plain", "cpu", stage, stages) for stage in range(stages)})
+    return Trained(stages, one.losses * steps, one.gradients, {name: p.detach() for name, p in parameters.items()})
+
+
+class Refused(Exception):
+    """An error of a stage's own."""
+
+
+class Refusing(nn.Module):
+    """The last stage, which takes no more than two micro-batches."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole, self.taken = whole, 0
+
+    def forward(self, *x: Any) -> Any:
+        self.taken += 1
+        if self.taken > 2:
+            raise Refused("the last stage takes no third micro-batch")
+        return self.whole(*x)
+
+
+def _refusing(device: str, stage: int, stages: int) -> nn.Module:
+    module = build("plain", device, stage, stages)
+    return Refusing(module) if stage == stages - 1 else module
+
+
+def refuse_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> None:
+    pipeline = implementation.watched(partial(_refusing, device), group_of(mesh, device), COUNT, loss=loss)
+    pipeline.step(*micro_batches(COUNT, 0, device, True))
+
+
+class Noting(nn.Module):
+    """A stage that notes its forward passes, without keeping them."""
+
+    def __init__(self, whole: nn.Module, noted: Noted) -> None:
+        super().__init__()
+        self.whole, self.noted = whole, noted
+
+    def forward(self, *x: Any) -> Any:
+        out = self.whole(*x)
+        return _Marked.apply(out, self.noted) if torch.is_grad_enabled() and out.requires_grad else out
+
+
+class _Marked(torch.autograd.Function):
+    """The same tensor, whose graph has a mark that lives as long as it does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noted: Noted) -> Tensor:
+        ctx.mark = noted.mark()
+        return x.clone()  # PyTorch's zero-bubble schedules detach outputs in place, and refuse views
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Mark:
+    """One forward pass."""
+
+
+@dataclass
+class Noted:
+    """A rank's forward passes whose graphs are alive."""
+
+    marks: weakref.WeakSet[Mark] = field(default_factory=weakref.WeakSet)
+    most: int = 0
+    """The most of them that were alive at once."""
+
+    def mark(self) -> Mark:
+        found = Mark()
+        self.marks.add(found)
+        self.most = max(self.most, len(self.marks))
+        return found
+
+
+def note_on_rank(implementation: Implementation, mesh: Mesh, count: int, device: str) -> tuple[int, int]:
+    """Forward passes of a rank that are alive after a step, and the most of them during it, the second of two."""
+    noted = Noted()
+    pipeline = implementation.watched(
+        lambda stage, stages: Noting(build("plain", device, stage, stages), noted),
+        group_of(mesh, device),
+        count,
+        loss=loss,
+    )
+    for _ in range(2):  # the first one may try shapes
+        noted.most = 0
+        pipeline.step(*micro_batches(count, 0, device, True))
+    gc.collect()
+    return len(noted.marks), noted.most
+
+
+def complaints_of_memory(ranks: list[tuple[int, int]], stated: Any, count: int) -> Iterator[str]:
+    for rank, (after, most) in enumerate(ranks):
+        if after:
+            yield f"{after} forward passes are alive on rank {rank} after the step"
+        if stated is not None and most > stated[rank]:
+            yield f"rank {rank} holds {most} forward passes of {count} at once; {stated[rank]} are stated"

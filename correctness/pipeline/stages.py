@@ -1,0 +1,163 @@
+"""Stages that pipelines are tested with: of several widths, with several outputs, shared weights, dropout, frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Tensors = tuple[Tensor, ...]
+
+ROWS, CONTEXT, VOCABULARY, HIDDEN = 3, 4, 11, 8
+IGNORED = -100
+
+
+def width(boundary: int) -> int:
+    """Width of the values between two stages; that of the embedding at boundary 0."""
+    return 6 + 2 * (boundary % 3)
+
+
+class Plain(nn.Module):
+    """A stage of two linear layers, with a norm and a bias, from one width to another; the first one embeds tokens, and
+    the last one returns logits."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__()
+        first, last = stage == 0, stage == stages - 1
+        into, out = width(stage), VOCABULARY if last else width(stage + 1)
+        self.embedding = nn.Embedding(VOCABULARY, into) if first else None
+        self.norm = nn.RMSNorm(into)
+        self.inner, self.outer = nn.Linear(into, HIDDEN), nn.Linear(HIDDEN, out, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.passed(x if self.embedding is None else self.embedding(x))
+
+    def passed(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(self.norm(x))))
+
+
+class Recomputed(Plain):
+    """A stage whose forward pass is run again in backward."""
+
+    def passed(self, x: Tensor) -> Tensor:
+        return checkpoint(super().passed, x, use_reentrant=False)
+
+
+class Several(Plain):
+    """A stage that returns three tensors: its values, those of the stage before, of which the next one uses the first
+    column, and whole numbers."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
+        self.last = stage == stages - 1
+
+    def forward(self, x: Tensor, before: Tensor | None = None, numbers: Tensor | None = None) -> Any:
+        numbers = x if numbers is None else numbers
+        out = super().forward(x)
+        if before is not None:
+            out = out * (1 + before[..., :1]) * (1 + 0.1 * numbers[..., None])
+        return out if self.last else (out, out.flip(-1), numbers)
+
+
+class Dropping(Plain):
+    """A stage with dropout, whose seed is told along with the values: that of the micro-batch."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
+        self.stage, self.last = stage, stage == stages - 1
+
+    def forward(self, x: Tensor, seed: Tensor | None = None) -> Any:
+        seed = x.flatten()[:1] if seed is None else seed
+        random = torch.Generator().manual_seed(int(seed) * 100 + self.stage)
+        out = super().forward(x)
+        out = out * (torch.rand(out.shape, generator=random) > 0.3).to(out) / 0.7
+        return out if self.last else (out, seed)
+
+
+class Tied(Plain):
+    """The last stage's logits are by a copy of the first one's embedding."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
+        if stage == stages - 1:
+            self.outer = nn.Linear(HIDDEN, width(0), bias=False)
+            self.head = nn.Linear(width(0), VOCABULARY, bias=False)
+
+    def passed(self, x: Tensor) -> Tensor:
+        x = super().passed(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+class Frozen(Plain):
+    """The first stage is frozen, and of the others the first layer."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
+        for parameter in self.parameters() if stage == 0 and stages > 1 else self.inner.parameters():
+            parameter.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of stages, and the number of steps that it is trained for."""
+
+    of: type[Plain]
+    steps: int = 3
+
+
+KINDS = {
+    "plain": Kind(Plain, steps=20),
+    "several_outputs": Kind(Several),
+    "dropout": Kind(Dropping),
+    "tied": Kind(Tied),
+    "frozen": Kind(Frozen),
+    "recomputed": Kind(Recomputed),
+}
+
+
+def build(kind: str, device: str, stage: int, stages: int) -> nn.Module:
+    """The same stage wherever it is made, in float64."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(50 + stage)
+        module = KINDS[kind].of(stage, stages).double()
+        if isinstance(module, Tied) and stage == stages - 1:
+            torch.manual_seed(50)
+            module.head.weight.data.copy_(KINDS[kind].of(0, stages).double().embedding.weight.data)  # type: ignore[union-attr]
+    return module.to(device)
+
+
+def micro_batches(
+    count: int, step: int, device: str = "cpu", equal: bool = False
+) -> tuple[list[Tensors], list[Tensor]]:
+    """Tokens (rows, CONTEXT) of each micro-batch, with one to three rows, and targets with some left out."""
+    random = torch.Generator().manual_seed(1000 + step)
+    inputs, targets = [], []
+    for number in range(count):
+        rows = ROWS if equal else 1 + (number + step) % ROWS
+        tokens, aims = (torch.randint(VOCABULARY, (rows, CONTEXT), generator=random) for _ in range(2))
+        aims[torch.rand(aims.shape, generator=random) > 0.7] = IGNORED
+        inputs.append((tokens.to(device),))
+        targets.append(aims.to(device))
+    return inputs, targets
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the cross entropies of the targets that are not left out."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def builder(kind: str, device: str) -> Any:
+    return partial(build, kind, device)
+
+
+def passed(modules: Sequence[nn.Module], inputs: Tensors) -> Tensor:
+    """A micro-batch's output, through all stages."""
+    x: Any = inputs
+    for module in modules:
+        x = module(*x) if isinstance(x, tuple) else module(x)
+    return x

@@ -1,0 +1,53 @@
+"""Single steps of a pipeline: gradients that accumulate, errors, and what is held."""
+
+from __future__ import annotations
+
+import pytest
+
+from correctness.pipeline.calls import (
+    COUNT,
+    accumulate_on_rank,
+    complaints_of_memory,
+    note_on_rank,
+    of_one_step,
+    refuse_on_rank,
+)
+from correctness.pipeline.training import differences
+from correctness.support.complaints import assert_none
+from impl.pipeline import Facts
+from shardmark.api import Implementation, Mesh
+from shardmark.plugin import WorldsBySize
+from shardmark.ranks.world import RankError
+
+pytestmark = pytest.mark.family("pipeline")
+
+
+@pytest.mark.meshes("pp=2")
+def test_gradients_accumulate_and_are_not_scaled(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    """Three steps of the same batch give three times its gradients: scaling again in each step is wrong."""
+    ranks = worlds(mesh.size).run(accumulate_on_rank, implementation, mesh, device, 3)
+    stages = 1 + max(int(name.partition(".")[0]) for own in ranks for name in own.parameters)
+    assert_none(differences(ranks, of_one_step(stages, 3)))
+
+
+@pytest.mark.meshes("pp=2")
+def test_an_error_in_a_stage_is_raised_on_its_rank(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    """With its own traceback; no rank waits for ever."""
+    with pytest.raises(RankError, match=r"Refused: the last stage takes no third micro-batch"):
+        worlds(mesh.size).run(refuse_on_rank, implementation, mesh, device)
+
+
+@pytest.mark.meshes("pp=2", "pp=4")
+@pytest.mark.parametrize("count", [COUNT, 8])
+def test_forward_passes_are_held_as_long_as_stated(
+    implementation: Implementation, mesh: Mesh, count: int, worlds: WorldsBySize, device: str
+) -> None:
+    """None is left after a step; and during one, where a schedule states a number, no more than that."""
+    ranks = worlds(mesh.size).run(note_on_rank, implementation, mesh, count, device)
+    facts = implementation.facts
+    stated = facts.in_flight(mesh.size, count) if isinstance(facts, Facts) and facts.in_flight else None
+    assert_none(complaints_of_memory(ranks, stated, count))

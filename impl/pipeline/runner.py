@@ -1,0 +1,102 @@
+"""The suite's runner: carries out a plan, an action after the other, with messages that it does not wait for until it
+needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from impl.pipeline.actions import Action, Kind, Plan, ranks_of_stages
+from impl.pipeline.deferred import Later, deferring, prepare
+from impl.pipeline.exchange import Exchange
+from impl.pipeline.wrappers import accumulating, reduce
+
+Tensors = tuple[Tensor, ...]
+Build = Callable[[int, int], nn.Module]
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Runner:
+    """See `impl.pipeline.Pipeline` for its contract."""
+
+    def __init__(self, plan: Plan, build: Build, group: dist.ProcessGroup, loss: Loss) -> None:
+        self.group, self.loss, self.actions = group, loss, plan[group.rank()]
+        self.rank_of = ranks_of_stages(plan)
+        self.stages = len(self.rank_of)
+        own = [stage for stage, rank in self.rank_of.items() if rank == group.rank()]
+        self.modules = {stage: build(stage, self.stages) for stage in own}
+        for stage in {action.stage for action in self.actions if action.kind == Kind.WEIGHT}:
+            prepare(self.modules[stage])
+        self.exchange = Exchange(group, self.rank_of)
+        self._does: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._backward,
+            Kind.WEIGHT: self._weights,
+            Kind.SEND_FORWARD: self.exchange.send,
+            Kind.SEND_BACKWARD: self.exchange.send,
+            Kind.RECEIVE_FORWARD: self.exchange.receive,
+            Kind.RECEIVE_BACKWARD: self.exchange.receive,
+        }
+
+    def step(self, inputs: Sequence[Tensors], targets: Sequence[Any]) -> Tensor:
+        """Gradients of the sum of the micro-batches' losses are added to those of the stages; returns that sum, the
+        same on every rank."""
+        self.inputs, self.targets = inputs, targets
+        self.kept: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
+        """Inputs and outputs of forward passes, by stage and micro-batch, until their backward passes."""
+        self.later: dict[tuple[int, int], Later] = {
+            (action.stage, action.micro_batch): Later() for action in self.actions if action.kind == Kind.WEIGHT
+        }
+        device = next(parameter.device for module in self.modules.values() for parameter in module.parameters())
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+        self.exchange.begin([tuple(each.shape for each in x) for x in inputs])
+        with ExitStack() as stack:
+            for module in self.modules.values():
+                stack.enter_context(accumulating(module))
+            for action in self.actions:
+                self._does[action.kind](action)
+        for module in self.modules.values():
+            reduce(module)
+        self.exchange.end()
+        dist.all_reduce(self.total, group=self.group)
+        return self.total
+
+    def _forward(self, action: Action) -> None:
+        """The loss is the last stage's output."""
+        stage, number = key = action.stage, action.micro_batch
+        x = self.inputs[number] if stage == 0 else _as_inputs(self.exchange.arrived(action))
+        with deferring(self.later.get(key)):
+            outputs = self.modules[stage](*x)
+        if stage == self.stages - 1:
+            loss = self.loss(outputs, self.targets[number])
+            self.total += loss.detach()
+            self.kept[key] = x, (loss,)
+            return
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        self.kept[key] = x, outputs
+        self.exchange.leave(action, tuple(each.detach() for each in outputs))
+
+    def _backward(self, action: Action) -> None:
+        stage, key = action.stage, (action.stage, action.micro_batch)
+        x, outputs = self.kept.pop(key)
+        gradients: Sequence[Tensor | None] = [None] if stage == self.stages - 1 else self.exchange.arrived(action)
+        trained = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        with deferring(self.later.get(key)):
+            if trained:
+                torch.autograd.backward([out for out, _ in trained], [gradient for _, gradient in trained])
+        if stage > 0:
+            self.exchange.leave(action, tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in x))
+
+    def _weights(self, action: Action) -> None:
+        self.later.pop((action.stage, action.micro_batch)).find()
+
+
+def _as_inputs(arrived: Tensors) -> Tensors:
+    """Tensors of a graph of their own, whose gradients are to be sent back."""
+    return tuple(each.detach().requires_grad_(each.is_floating_point()) for each in arrived)
