@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from impl.pipeline import Facts, gpipe, is_schedule, one_forward_one_backward, planned
 from impl.pipeline.actions import Action, Kind, parsed, plan_of
 from impl.pipeline.checking import checked, in_flight
-from impl.pipeline.timing import UNITS, bubble, timeline
+from impl.pipeline.timing import UNITS, bubble, drawn, timeline
 from shardmark.api import Implementation, NotAsked, Unsupported
 
 RANKS = (1, 2, 3, 4, 6, 8)
@@ -135,6 +136,25 @@ def test_times_of_a_small_plan() -> None:
     assert first == [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 4, 6), ("0B1", 7, 9)]
     assert [each.begin for each in found[1]] == [1, 2, 4, 5]
     assert bubble(found) == pytest.approx(1 - 12 / 18)
+
+
+def test_a_plan_is_drawn() -> None:
+    found = drawn(timeline(planned(one_forward_one_backward, 2, 2)))
+    assert found.splitlines() == [
+        "rank 0  0F0 0F1 .   .   0B0     .   0B1",
+        "rank 1  .   1F0 1B0     1F1 1B1     .   .",
+    ]
+
+
+PICTURES = Path(__file__).parents[2] / "docs" / "pipeline.md"
+
+
+@pytest.mark.family("pipeline")
+def test_the_page_draws_the_schedule(implementation: Implementation) -> None:
+    if implementation.spec != implementation.name or not is_schedule(implementation.target):
+        raise NotAsked("the page draws the suite's own schedules")
+    lines = drawn(timeline(planned(implementation.target, 2, 4))).splitlines()
+    assert "\n".join(f"    {line}" for line in lines) in PICTURES.read_text()
 
 
 def test_held_forward_passes_of_cut_backward_passes_end_with_the_weights() -> None:

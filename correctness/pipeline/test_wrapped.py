@@ -18,7 +18,7 @@ from shardmark.plugin import WorldsBySize
 def test_wrapped_stages_have_the_gradients_of_one_process(
     implementation: Implementation, name: str, kind: str, worlds: WorldsBySize, device: str
 ) -> None:
-    """Of two steps, which accumulate, averaged over the ranks with batches of their own."""
+    """Gradients of two steps, which accumulate, are averaged over the ranks with batches of their own."""
     if not is_schedule(implementation.target):
         raise NotAsked("studies.composed judges PyTorch's own runtime around wrapped stages")
     mesh = Mesh.parse(WRAPS[name][0])

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from impl.pipeline.accounting import sleeping_peak
 from impl.pipeline.actions import Action, Plan, plan_of
 from impl.pipeline.checking import checked
 from impl.pipeline.runner import Build, Loss, Runner, Tensors
@@ -131,6 +132,8 @@ FAMILY = add_family(
             Refusable("numbers of micro-batches", _numbers, elsewhere=True),
             Refusable("unequal micro-batches", lambda *_, unequal=False, **__: "unequal" if unequal else None),
         ),
+        memory=sleeping_peak,
+        ranks_alike=False,
         facts=Facts(),
     )
 )
@@ -138,4 +141,4 @@ FAMILY = add_family(
 
 def register_schedule(name: str, schedule: Schedule, facts: Facts, **options: Any) -> None:
     """Register a schedule with its facts."""
-    register("pipeline", name, schedule, facts=facts, **options)
+    register("pipeline", name, schedule, facts=facts, memory=sleeping_peak, **options)

@@ -51,3 +51,17 @@ def bubble(timed: list[list[Timed]]) -> float:
     end = max(actions[-1].end for actions in timed)
     computes = sum(each.end - each.begin for actions in timed for each in actions)
     return 1 - computes / (len(timed) * end)
+
+
+def drawn(timed: list[list[Timed]]) -> str:
+    """A line for each rank, a cell for each unit of time: 0F1 and the like, written once, and dots while it waits."""
+    width = 1 + max(len(str(each.action)) for actions in timed for each in actions)
+    lines = []
+    for rank, actions in enumerate(timed):
+        cells = [".".ljust(width)] * round(max(each.end for actions in timed for each in actions))
+        for each in actions:
+            cells[round(each.begin) : round(each.end)] = [str(each.action).ljust(width)] + [" " * width] * (
+                round(each.end - each.begin) - 1
+            )
+        lines.append(f"rank {rank}  {''.join(cells)}".rstrip())
+    return "\n".join(lines)

@@ -142,6 +142,8 @@ class Family:
     none."""
     on_ranks: bool = False
     """Whether `workload` needs a process group."""
+    ranks_alike: bool = True
+    """Whether every rank holds as many bytes; otherwise formulas are for the one that holds most."""
     zero_stage: int = 0
     """ZeRO's stage of its implementations: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     checkpoints: bool = False

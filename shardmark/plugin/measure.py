@@ -295,4 +295,9 @@ class Measure(Admission):
 
 def memory_budget(implementation: Implementation, case: Any, device: str, slack: float = MEMORY_SLACK) -> MemoryBudget:
     """The implementation's peak by its own formula, and the slack that it is given."""
-    return MemoryBudget(implementation.peak(case, device), slack, implementation.workspace(case, device))
+    return MemoryBudget(
+        implementation.peak(case, device),
+        slack,
+        implementation.workspace(case, device),
+        alike=registry.family(implementation.family).ranks_alike,
+    )

@@ -85,7 +85,11 @@ def memory_entry(ranks: Sequence[Measured], budget: MemoryBudget | None) -> Memo
 
 def budget_entry(budget: MemoryBudget | None) -> MemoryPart:
     """The part of the row's "memory" that is known before anything is measured."""
-    return {} if budget is None else cast(MemoryPart, asdict(budget) | {"budget": budget.bytes})
+    if budget is None:
+        return {}
+    entry = asdict(budget) | {"budget": budget.bytes}
+    del entry["alike"]  # a fact of the family, and no figure of the row
+    return cast(MemoryPart, entry)
 
 
 def time_entry(

@@ -199,6 +199,8 @@ class Work(TypedDict, total=False):
     bus_bandwidth: Annotated[Rate, "Bytes that each rank must send over the collective's time."]
     efficiency: Annotated[Share, "Scaling efficiency: throughput over that of one rank times the ranks."]
     bytes_sent: Annotated[Bytes, "Bytes that the connections of the rank that sent most have sent."]
+    bubble: Annotated[Share, "Share of a pipeline's step for which a rank does not compute."]
+    bubble_by_formula: Annotated[Share | None, "That share where messages take no time; None where not known."]
 
 
 class Goal(TypedDict):

@@ -82,6 +82,8 @@ class MemoryBudget:
     slack: float = MEMORY_SLACK
     expected_workspace: int = 0
     source: str = "formula"
+    alike: bool = True
+    """Whether a formula is one of every rank, and not of the one that needs most."""
 
     @property
     def needed(self) -> int:
@@ -175,7 +177,7 @@ def verdicts(
             f"{sizes[0]} of tensors at the peak, over the budget of {sizes[1]} ({memory_budget.source} {sizes[2]} x "
             f"{memory_budget.slack})",
         )
-    if memory_budget is not None and most is not None and memory_budget.source == "formula":
+    if memory_budget is not None and most is not None and memory_budget.source == "formula" and memory_budget.alike:
         least = min(tensors)
         yield (
             PASS if most <= least * RANKS_ALIKE else FAIL,

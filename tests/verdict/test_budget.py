@@ -104,3 +104,8 @@ def test_ranks_that_hold_different_peaks_fail_the_row(peaks: list[int], expected
     within, alike = verdicts(peaks, peaks, [1.0], None, None, MemoryBudget(formula=2000), [], 0.95)
     assert (within[0], alike[0]) == (PASS, expected)
     assert "further apart than 1%" in alike[1]
+
+
+def test_ranks_that_need_not_hold_as_much_may_differ() -> None:
+    budget = MemoryBudget(formula=2000, alike=False)
+    assert [verdict for verdict, _ in verdicts([10, 1900], [10, 1900], [1.0], None, None, budget, [], 0.95)] == [PASS]

@@ -1,0 +1,39 @@
+"""Cases of pipeline parallelism: what varies, and the id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardmark.api import Grid
+
+
+@dataclass(frozen=True)
+class SleepingCase:
+    """A step of `micro_batches` micro-batches on ranks that sleep in place of computing: `unit_ms` for each of a rank's
+    forward passes, input gradients and weights' gradients, whatever the number of stages that share them. So schedules
+    show that are wider than the machine. The test sets `ranks`."""
+
+    of_each: int
+    """Micro-batches for each rank."""
+    unit_ms: float
+    ranks: int = 0
+    dtype: str = "float32"
+
+    @property
+    def micro_batches(self) -> int:
+        return self.of_each * self.ranks
+
+    def __str__(self) -> str:
+        return f"{self.of_each}_of_each" + (f"-{self.ranks}ranks" if self.ranks else "")
+
+    @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        return f"with {self.of_each} micro-batches for each of {self.ranks} ranks"
+
+
+CASES = Grid(
+    smoke=[SleepingCase(2, 2.0)],
+    laptop=[SleepingCase(2, 10.0)],
+    paper=[SleepingCase(of_each, 40.0) for of_each in (1, 2, 4)],
+)
