@@ -32,7 +32,7 @@ FORMULA = Column(
 )
 @pytest.mark.family("pipeline")
 @pytest.mark.cases(CASES)
-@pytest.mark.meshes("pp=2", "pp=4")
+@pytest.mark.meshes("pp=4")
 def test_bubble(implementation: Implementation, case: SleepingCase, mesh: Mesh, measure: Measure) -> None:
     case, facts = replace(case, ranks=mesh.size), implementation.facts
     known = facts.bubble if isinstance(facts, Facts) else None

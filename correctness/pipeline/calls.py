@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from correctness.pipeline.stages import build, builder, loss, micro_batches
 from correctness.pipeline.training import Trained, in_one_process, named
+from impl.pipeline import gpipe, one_forward_one_backward, run
+from impl.pipeline.actions import Kind
 from shardmark.api import Implementation, Mesh
 
 COUNT = 4
@@ -133,3 +135,33 @@ def complaints_of_memory(ranks: list[tuple[int, int]], stated: Any, count: int) 
             yield f"{after} forward passes are alive on rank {rank} after the step"
         if stated is not None and most > stated[rank]:
             yield f"rank {rank} holds {most} forward passes of {count} at once; {stated[rank]} are stated"
+
+
+def step_with_other_numbers_on_rank(mesh: Mesh, device: str) -> list[str]:
+    """Errors of steps that have more micro-batches than a pipeline was made for, or fewer targets."""
+    pipeline = run(gpipe, builder("plain", device), group_of(mesh, device), COUNT, loss=loss)
+    inputs, targets = micro_batches(COUNT + 1, 0, device, True)
+    found = []
+    for given in ((inputs, targets), (inputs[:COUNT], targets[:2])):
+        try:
+            pipeline.step(*given)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def sent_that_is_alive_on_rank(mesh: Mesh, device: str) -> int:
+    """The most tensors that a rank of 1F1B keeps for its sends, of 16 micro-batches."""
+    most = 0
+    pipeline = run(one_forward_one_backward, builder("plain", device), group_of(mesh, device), 16, loss=loss)
+    send = pipeline.exchange.send
+
+    def counted(action: Any) -> None:
+        nonlocal most
+        send(action)
+        most = max(most, len(pipeline.exchange.under_way))
+
+    for kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+        pipeline._does[kind] = counted
+    pipeline.step(*micro_batches(16, 0, device, True))
+    return most

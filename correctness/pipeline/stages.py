@@ -102,6 +102,45 @@ class Frozen(Plain):
             parameter.requires_grad_(False)
 
 
+class Adapted(nn.Linear):
+    """A linear layer with a forward pass of its own: half of its product is by another weight."""
+
+    def __init__(self, into: int, out: int) -> None:
+        super().__init__(into, out, bias=False)
+        self.low = nn.Parameter(torch.randn(out, into) / into)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + nn.functional.linear(x, self.low)
+
+
+class WithAnAdapter(Plain):
+    """A stage one of whose layers is a subclass of `nn.Linear`."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
+        self.outer = Adapted(HIDDEN, self.outer.out_features)
+
+
+class Bare(Plain):
+    """The second stage has no parameters."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
+        if stage == 1 and stages > 2:
+            self.norm, self.inner, self.outer = nn.Identity(), nn.Identity(), Widened(width(2))
+
+
+class Widened(nn.Module):
+    """The values, cut or repeated to that width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(1, 1, 2)[..., : self.width].contiguous()
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of stages, and the number of steps that it is trained for."""
@@ -117,6 +156,8 @@ KINDS = {
     "tied": Kind(Tied),
     "frozen": Kind(Frozen),
     "recomputed": Kind(Recomputed),
+    "subclass_of_linear": Kind(WithAnAdapter),
+    "without_parameters": Kind(Bare),
 }
 
 

@@ -11,6 +11,8 @@ from correctness.pipeline.calls import (
     note_on_rank,
     of_one_step,
     refuse_on_rank,
+    sent_that_is_alive_on_rank,
+    step_with_other_numbers_on_rank,
 )
 from correctness.pipeline.training import differences
 from correctness.support.complaints import assert_none
@@ -19,9 +21,8 @@ from shardmark.api import Implementation, Mesh
 from shardmark.plugin import WorldsBySize
 from shardmark.ranks.world import RankError
 
-pytestmark = pytest.mark.family("pipeline")
 
-
+@pytest.mark.family("pipeline")
 @pytest.mark.meshes("pp=2")
 def test_gradients_accumulate_and_are_not_scaled(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
@@ -32,6 +33,7 @@ def test_gradients_accumulate_and_are_not_scaled(
     assert_none(differences(ranks, of_one_step(stages, 3)))
 
 
+@pytest.mark.family("pipeline")
 @pytest.mark.meshes("pp=2")
 def test_an_error_in_a_stage_is_raised_on_its_rank(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
@@ -41,6 +43,7 @@ def test_an_error_in_a_stage_is_raised_on_its_rank(
         worlds(mesh.size).run(refuse_on_rank, implementation, mesh, device)
 
 
+@pytest.mark.family("pipeline")
 @pytest.mark.meshes("pp=2", "pp=4")
 @pytest.mark.parametrize("count", [COUNT, 8])
 def test_forward_passes_are_held_as_long_as_stated(
@@ -51,3 +54,18 @@ def test_forward_passes_are_held_as_long_as_stated(
     facts = implementation.facts
     stated = facts.in_flight(mesh.size, count) if isinstance(facts, Facts) and facts.in_flight else None
     assert_none(complaints_of_memory(ranks, stated, count))
+
+
+@pytest.mark.meshes("pp=2")
+def test_another_number_of_micro_batches_is_refused_in_one_line(mesh: Mesh, worlds: WorldsBySize, device: str) -> None:
+    for said in worlds(mesh.size).run(step_with_other_numbers_on_rank, mesh, device):
+        assert said == [
+            "it was made for 4 micro-batches: these are 5 inputs and 5 targets",
+            "it was made for 4 micro-batches: these are 4 inputs and 2 targets",
+        ]
+
+
+@pytest.mark.meshes("pp=2")
+def test_sends_are_not_kept_until_the_end(mesh: Mesh, worlds: WorldsBySize, device: str) -> None:
+    """1F1B holds as many micro-batches as there are stages; those that the other rank has taken are let go."""
+    assert max(worlds(mesh.size).run(sent_that_is_alive_on_rank, mesh, device)) <= 4

@@ -45,6 +45,13 @@ def _nested(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(stage, mesh=mesh["shard"])
 
 
+def _layers_alone(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The stage itself is not wrapped."""
+    for module in stage.children():
+        fully_shard(module, mesh=mesh["shard"])
+    return stage
+
+
 def _tensor(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(stage, mesh["tp"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
 
@@ -54,6 +61,7 @@ WRAPS: dict[str, tuple[str, Wrap]] = {
     "bucketed": ("pp=2,dp=2", _bucketed),
     "fully_shard_root": ("pp=2,shard=2", _root),
     "fully_shard_nested": ("pp=2,shard=2", _nested),
+    "fully_shard_layers_alone": ("pp=2,shard=2", _layers_alone),
     "tensor": ("pp=2,tp=2", _tensor),
 }
 """The mesh, and how a stage is wrapped."""

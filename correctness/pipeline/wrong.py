@@ -113,9 +113,9 @@ class ReceivesIntoOneBuffer(Planted):
     def _forward(self, action: Action) -> None:
         if action.stage > 0:
             receipt = action.as_kind(Kind.RECEIVE_FORWARD)
-            tensors, works = self.exchange.arriving[receipt]
-            for work in works:
-                work.wait()
+            tensors, handles = self.exchange.arriving[receipt]
+            for handle in handles:
+                handle.wait()
             buffers = self.__dict__.setdefault("buffers", {})
             for index, tensor in enumerate(tensors):
                 buffers.setdefault((action.stage, index, tensor.shape), tensor).data.copy_(tensor)
@@ -146,9 +146,9 @@ class SendsTheFirstGradient(Planted):
     def _backward(self, action: Action) -> None:
         receipt = action.as_kind(Kind.RECEIVE_BACKWARD)
         if receipt in self.exchange.arriving:
-            tensors, works = self.exchange.arriving[receipt]
-            for work in works:
-                work.wait()
+            tensors, handles = self.exchange.arriving[receipt]
+            for handle in handles:
+                handle.wait()
             self.exchange.arriving[receipt] = (tensors[0], *map(torch.zeros_like, tensors[1:])), []
         super()._backward(action)
 
@@ -274,10 +274,9 @@ def _keep_latest(layer: nn.Linear, latest: dict[int, Tensor]) -> None:
     layer.forward = forward  # type: ignore[method-assign]
 
 
-@defect(cause="two calls", caught_by="test_steps_are_those_of_one_process[SharesWhatIsLater-pp2-plain")
-class SharesWhatIsLater(Planted):
-    """Weights' gradients of all micro-batches wait in one list, which the first one that asks empties; those behind it
-    are asked for before they are there."""
+@defect(cause="two calls", caught_by="test_steps_are_those_of_one_process[DropsWhatIsLater-pp2-plain")
+class DropsWhatIsLater(Planted):
+    """The last micro-batch's products for gradients of weights are dropped with those of the one before it."""
 
     schedule = staticmethod(zero_bubble)
 
@@ -289,7 +288,7 @@ class SharesWhatIsLater(Planted):
 
 @defect(cause="gradients", caught_by="test_steps_are_those_of_one_process[RecomputesAlone-pp2-recomputed")
 class RecomputesAlone(Planted):
-    """A forward pass that is recomputed in backward finds weights' gradients for a second time."""
+    """Weights' gradients of stages that are recomputed come twice, of the pass and of its repetition."""
 
     schedule = staticmethod(zero_bubble)
 

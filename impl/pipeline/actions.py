@@ -71,7 +71,8 @@ def plan_of(texts: Sequence[Iterable[str | Action]]) -> Plan:
 
 
 def ranks_of_stages(plan: Plan) -> dict[int, int]:
-    """The rank that has each stage. ValueError where two have one, where a rank has none, or where one is missing."""
+    """The rank that has each stage. ValueError where two ranks have one stage, where a rank has no
+    actions, or where a stage is missing."""
     found: dict[int, int] = {}
     for rank, actions in enumerate(plan):
         if not actions:

@@ -28,22 +28,21 @@ class Pipeline(Protocol):
 
     Stages are numbered in the order in which a micro-batch goes through them. `build(stage, stages)` makes one, whose
     input is what the stage before returned, a tensor or a tuple of some. `loss(output, target)` is of one micro-batch.
-    With `unequal` micro-batches may have other numbers of rows than others, in any step. Each rank has the same number
-    of stages, one at least.
+    With `unequal`, micro-batches may differ in rows, and from step to step. Each rank has one stage at least.
 
-    Must, of `schedule`:
+    A schedule must:
 
-    - Each stage is on one rank, which has each micro-batch once: 0F1, and then either 0B1, or 0I1 and later 0W1.
-    - Each action comes behind what it needs. Sends and receives may be left out: the suite puts them in. With them it
-      ends also if each send waits for its receipt.
+    - Have each stage on one rank, which has each micro-batch once: 0F1, and then either 0B1, or 0I1 and later 0W1.
+    - Have each action behind what it needs. Sends and receives may be left out: the suite puts them in. With them it
+      must end also if each send waits for its receipt.
 
-    Must, of `make`:
+    A runner that `make` returns must:
 
-    - `step` adds to the parameters' gradients those of the sum of the losses, as one process does, in float64 to 1e-12:
-      they accumulate from step to step until they are set to None, and are not scaled. It returns that sum on every
-      rank.
-    - Frozen parameters have no gradient. A stage may return several tensors, of which later ones may use some.
-    - An error in a stage is raised on its rank. Nothing of a step is left but gradients.
+    - Add to the parameters' gradients, in `step`, those of the sum of the losses, as one process does, in float64 to
+      1e-12: they accumulate from step to step until they are set to None, and are not scaled. It returns that sum on
+      every rank.
+    - Leave frozen parameters without a gradient. A stage may return several tensors; the next may use only some.
+    - Raise an error of a stage on its rank, and leave nothing of a step but gradients.
 
     Either may refuse numbers of ranks and micro-batches as `Unsupported`, and `unequal`.
     """
@@ -61,7 +60,7 @@ class Pipeline(Protocol):
 class Facts:
     """Facts about a schedule that questions need, by numbers of ranks and micro-batches; None where not known."""
 
-    bubble: Callable[[int, int], float] | None = None
+    bubble: Callable[[int, int], float | None] | None = None
     """Share of a step for which a rank waits, where F, I and W take equal times, and B that of two."""
     in_flight: Callable[[int, int], Sequence[int]] | None = None
     """Most forward passes that each rank holds at once."""

@@ -26,7 +26,7 @@ class Later:
     """Products that give gradients of weights, in the order in which backward has met them."""
 
     current: Later | None = None
-    """Those of the block that is run. Autograd's threads, in which passes are recomputed, see it too."""
+    """The one of the innermost `deferring` block. Autograd's threads, in which passes are recomputed, see it too."""
 
     def __init__(self) -> None:
         self.products: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -34,12 +34,10 @@ class Later:
 
     def find(self) -> None:
         """Add the gradients to the weights' own, through autograd, so that hooks on them run."""
-        given = []
-        while self.products:
+        while self.products:  # one after the other, so that one alone is in memory
             weight, x, gradient = self.products.pop()
-            given.append(Given.apply(weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)))
-        if given:
-            torch.autograd.backward(given)
+            rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+            torch.autograd.backward(Given.apply(weight, rows[0].t() @ rows[1]))
 
 
 @contextmanager
@@ -54,9 +52,9 @@ def deferring(later: Later | None) -> Iterator[None]:
 
 
 def prepare(module: nn.Module) -> None:
-    """Prepare the module's linear layers for `deferring`."""
+    """Prepare the module's linear layers for `deferring`, but those with a forward pass of their own."""
     for layer in module.modules():
-        if isinstance(layer, nn.Linear):
+        if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
             layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
 
 
@@ -98,4 +96,5 @@ class Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, one: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient, None
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient, None

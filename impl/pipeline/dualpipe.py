@@ -84,5 +84,6 @@ register_schedule(
         in_flight=lambda ranks, m: [2 * ranks + 1] * ranks,
         stages_of_a_rank=2,
     ),
+    tested_briefly=True,  # as `interleaved`
     called="DualPipeV",
 )

@@ -17,22 +17,27 @@ Shapes = tuple[torch.Size, ...]
 Like = list[tuple[torch.Size, torch.dtype]]
 
 
+MOST_UNDER_WAY = 4
+"""Tensors that a rank sends at once: each is in memory until it has been taken."""
+
+
 class Exchange:
     """Sends are started and waited for at the end of a step; receipts are started and waited for where the tensors are
-    used. Shapes and dtypes of a stage's outputs are told the next rank once for micro-batches of the same shapes."""
+    used. A rank announces shapes and dtypes of a stage's outputs to the next one once for micro-batches of the same
+    shapes."""
 
     def __init__(self, group: dist.ProcessGroup, rank_of: dict[int, int]) -> None:
         self.group, self.rank_of = group, rank_of
+        self.under_way: list[tuple[Any, Tensor]] = []
+        """Handles of sends, with what they send."""
         self.known: dict[tuple[int, Shapes], Like] = {}
         """Shapes and dtypes of a stage's inputs, by stage and by the shapes of what the micro-batch is in stage 0."""
 
-    def begin(self, shapes: Sequence[Shapes]) -> None:
+    def begin(self, shapes: Sequence[Shapes], device: torch.device) -> None:
         """Begin a step whose micro-batches have those shapes in stage 0."""
-        self.shapes = shapes
+        self.shapes, self.device = shapes, device
         self.leaving: dict[Action, Tensors] = {}
         self.arriving: dict[Action, tuple[Tensors, list[Any]]] = {}
-        self.under_way: list[tuple[Any, Tensor]] = []
-        self.inputs_like: dict[tuple[int, int], Like] = {}
         self.outputs_like: dict[tuple[int, int], Like] = {}
 
     def leave(self, action: Action, tensors: Tensors) -> None:
@@ -51,19 +56,25 @@ class Exchange:
         """Tensors that the action needs, once they are there."""
         forward = action.kind == Kind.FORWARD
         receipt = action.as_kind(Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD)
-        tensors, works = self.arriving.pop(receipt)
-        for work in works:
-            work.wait()
+        tensors, handles = self.arriving.pop(receipt)
+        for handle in handles:
+            handle.wait()
         return tensors
 
     def send(self, action: Action) -> None:
         to = self.rank_of[receipt_of(action).stage]
         tensors = self.leaving.pop(action)
+        self._wait(MOST_UNDER_WAY - len(tensors))
         if action.kind == Kind.SEND_FORWARD:
-            key = action.stage + 1, self.shapes[action.micro_batch]
+            key, like = (action.stage + 1, self.shapes[action.micro_batch]), [(x.shape, x.dtype) for x in tensors]
             if key not in self.known:
-                self.known[key] = [(each.shape, each.dtype) for each in tensors]
-                dist.send_object_list([self.known[key]], group=self.group, group_dst=to)
+                dist.send_object_list([like], group=self.group, group_dst=to)
+                self.known[key] = like
+            if self.known[key] != like:
+                raise ValueError(
+                    f"stage {action.stage} returned {_described(like)} for micro-batch {action.micro_batch}, and "
+                    f"{_described(self.known[key])} for an earlier one of the same shapes"
+                )
         for tensor in tensors:
             tensor = tensor.contiguous()
             self.under_way.append((dist.isend(tensor, group=self.group, group_dst=to), tensor))
@@ -73,23 +84,28 @@ class Exchange:
             source = self.rank_of[action.stage - 1]
             key = action.stage, self.shapes[action.micro_batch]
             if key not in self.known:
-                told: list[Any] = [None]
-                dist.recv_object_list(told, group=self.group, group_src=source)
-                self.known[key] = told[0]
+                announced: list[Any] = [None]
+                dist.recv_object_list(announced, group=self.group, group_src=source)
+                self.known[key] = announced[0]
             like = self.known[key]
         else:
             source = self.rank_of[action.stage + 1]
             like = self.outputs_like[action.stage, action.micro_batch]
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like)
-        works = [dist.irecv(tensor, group=self.group, group_src=source) for tensor in tensors]
-        self.arriving[action] = tensors, works
-
-    @property
-    def device(self) -> str:
-        return "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        handles = [dist.irecv(tensor, group=self.group, group_src=source) for tensor in tensors]
+        self.arriving[action] = tensors, handles
 
     def end(self) -> None:
         """Wait until what was sent has been taken."""
-        for work, _ in self.under_way:
-            work.wait()
-        self.under_way.clear()
+        self._wait(0)
+
+    def _wait(self, most: int) -> None:
+        """Wait until no more tensors than that are being sent. No rank waits for ever: plans end also where each send
+        waits for its receipt."""
+        while len(self.under_way) > max(most, 0):
+            handle, _ = self.under_way.pop(0)
+            handle.wait()
+
+
+def _described(like: Like) -> str:
+    return ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in like)

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from impl.pipeline.contract import Facts
 from impl.pipeline.runner import Build, Loss, Tensors
-from shardmark.api import Race, Unsupported, register
+from shardmark.api import Unsupported, register
 
 STAGES_OF_A_RANK = {
     "GPipe": 1,
@@ -49,7 +49,7 @@ class TorchPipeline:
         own = [rank, 2 * ranks - 1 - rank] if schedule in IN_A_V else [rank + turn * ranks for turn in range(each)]
         self.group, self.stages = group, each * ranks
         self.modules = {stage: build(stage, self.stages) for stage in own}
-        self.device = next(p.device for module in self.modules.values() for p in module.parameters())
+        self.device = next((p.device for m in self.modules.values() for p in m.parameters()), torch.device("cpu"))
         self.made = [PipelineStage(m, i, self.stages, self.device, group=group) for i, m in self.modules.items()]
         kind = getattr(pipelining, f"Schedule{schedule}")
         try:
@@ -77,21 +77,20 @@ class TorchPipeline:
         return total
 
 
-def _register(name: str, schedule: str, peer_of: str) -> None:
+def _register(name: str, schedule: str) -> None:
     register(
         "pipeline",
         name,
         partial(TorchPipeline, schedule),
         facts=Facts(stages_of_a_rank=STAGES_OF_A_RANK[schedule]),
-        time=Race(peer_of),
         tested_briefly=True,
         called=f"PyTorch's {schedule}",
     )
 
 
-_register("torch_gpipe", "GPipe", "gpipe")
-_register("torch_1f1b", "1F1B", "one_forward_one_backward")
-_register("torch_interleaved", "Interleaved1F1B", "interleaved")
-_register("torch_interleaved_zero_bubble", "InterleavedZeroBubble", "interleaved")
-_register("torch_zero_bubble_v", "ZBVZeroBubble", "zero_bubble_v")
-_register("torch_dualpipe_v", "DualPipeV", "dualpipe_v")
+_register("torch_gpipe", "GPipe")
+_register("torch_1f1b", "1F1B")
+_register("torch_interleaved", "Interleaved1F1B")
+_register("torch_interleaved_zero_bubble", "InterleavedZeroBubble")
+_register("torch_zero_bubble_v", "ZBVZeroBubble")
+_register("torch_dualpipe_v", "DualPipeV")

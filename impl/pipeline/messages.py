@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from impl.pipeline.actions import COMPUTES, GIVES_BACK, SENDS, Action, Kind, Plan, ranks_of_stages
+from impl.pipeline.actions import COMPUTES, GIVES_BACK, Action, Kind, Plan, ranks_of_stages
 
 RECEIVED_AS = {Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD}
 
@@ -16,7 +16,7 @@ def receipt_of(send: Action) -> Action:
 def message_after(action: Action, rank_of: dict[int, int]) -> Action | None:
     """The send of what an action has found, if a stage of another rank needs it."""
     to = action.stage + 1 if action.kind == Kind.FORWARD else action.stage - 1
-    if action.kind in (Kind.WEIGHT, *SENDS) or action.kind not in COMPUTES or to not in rank_of:
+    if action.kind == Kind.WEIGHT or action.kind not in COMPUTES or to not in rank_of:
         return None
     if rank_of[to] == rank_of[action.stage]:
         return None
@@ -42,7 +42,7 @@ def with_messages(plan: Plan) -> Plan:
     is put behind what both ranks have done by then, so that all pairs of ranks meet in one order, and a send that
     waits for its receipt waits for nobody who waits for it. ValueError, in one line, where no such order exists.
     """
-    rank_of, stages = ranks_of_stages(plan), 0
+    rank_of = ranks_of_stages(plan)
     stages = len(rank_of)
     waiting = [list(reversed(actions)) for actions in plan]
     found: Plan = [[] for _ in plan]

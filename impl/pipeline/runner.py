@@ -28,6 +28,7 @@ class Runner:
         self.group, self.loss, self.actions = group, loss, plan[group.rank()]
         self.rank_of = ranks_of_stages(plan)
         self.stages = len(self.rank_of)
+        self.micro_batches = 1 + max(action.micro_batch for action in self.actions)
         own = [stage for stage, rank in self.rank_of.items() if rank == group.rank()]
         self.modules = {stage: build(stage, self.stages) for stage in own}
         for stage in {action.stage for action in self.actions if action.kind == Kind.WEIGHT}:
@@ -47,15 +48,30 @@ class Runner:
     def step(self, inputs: Sequence[Tensors], targets: Sequence[Any]) -> Tensor:
         """Gradients of the sum of the micro-batches' losses are added to those of the stages; returns that sum, the
         same on every rank."""
+        if not len(inputs) == len(targets) == self.micro_batches:
+            raise ValueError(
+                f"it was made for {self.micro_batches} micro-batches: these are {len(inputs)} inputs and "
+                f"{len(targets)} targets"
+            )
         self.inputs, self.targets = inputs, targets
         self.kept: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
         """Inputs and outputs of forward passes, by stage and micro-batch, until their backward passes."""
         self.later: dict[tuple[int, int], Later] = {
             (action.stage, action.micro_batch): Later() for action in self.actions if action.kind == Kind.WEIGHT
         }
-        device = next(parameter.device for module in self.modules.values() for parameter in module.parameters())
+        device = inputs[0][0].device
         self.total = torch.zeros((), dtype=torch.float64, device=device)
-        self.exchange.begin([tuple(each.shape for each in x) for x in inputs])
+        self.exchange.begin([tuple(each.shape for each in x) for x in inputs], device)
+        try:
+            self._run()
+        finally:  # nothing of a step is left but gradients
+            self.inputs = self.targets = ()
+            self.kept.clear()
+            self.later.clear()
+        dist.all_reduce(self.total, group=self.group)
+        return self.total
+
+    def _run(self) -> None:
         with ExitStack() as stack:
             for module in self.modules.values():
                 stack.enter_context(accumulating(module))
@@ -64,8 +80,6 @@ class Runner:
         for module in self.modules.values():
             reduce(module)
         self.exchange.end()
-        dist.all_reduce(self.total, group=self.group)
-        return self.total
 
     def _forward(self, action: Action) -> None:
         """The loss is the last stage's output."""
@@ -99,4 +113,4 @@ class Runner:
 
 def _as_inputs(arrived: Tensors) -> Tensors:
     """Tensors of a graph of their own, whose gradients are to be sent back."""
-    return tuple(each.detach().requires_grad_(each.is_floating_point()) for each in arrived)
+    return tuple(each.detach().requires_grad_(each.is_floating_point() or each.is_complex()) for each in arrived)

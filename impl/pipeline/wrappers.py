@@ -4,7 +4,7 @@ until the stage's last backward pass, and are reduced once."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,41 +15,49 @@ from torch.nn.parallel import DistributedDataParallel
 from impl.pipeline.deferred import Given
 
 
+def outermost_wrappers(module: nn.Module) -> list[Any]:
+    """The wrappers in a stage that lie in no other one: the stage itself, or some of its layers."""
+    if isinstance(module, FSDPModule) or hasattr(module, "no_sync"):
+        return [module]
+    return [wrapper for child in module.children() for wrapper in outermost_wrappers(child)]
+
+
 @contextmanager
-def accumulating(module: Any) -> Iterator[None]:
+def accumulating(module: nn.Module) -> Iterator[None]:
     """In the block gradients of the module stay on their rank, and FSDP2 keeps what backward has gathered."""
-    if isinstance(module, FSDPModule):
-        _set_last(module, False)
-        yield
-    elif hasattr(module, "no_sync"):
-        with module.no_sync():
-            yield
-    else:
+    with ExitStack() as stack:
+        for wrapper in outermost_wrappers(module):
+            if isinstance(wrapper, FSDPModule):
+                _set_last(wrapper, False)
+                stack.callback(_set_last, wrapper, True)
+            else:
+                stack.enter_context(wrapper.no_sync())
         yield
 
 
-def reduce(module: Any) -> None:
+def reduce(module: nn.Module) -> None:
     """Reduce what the module's parameters have accumulated, once their last gradients are there. These may come from
-    outside of its backward passes, so that the wrapper must be told."""
-    if isinstance(module, FSDPModule):
-        _set_last(module, True)
-        state = fully_shard.state(module)  # type: ignore[attr-defined]
-        for each in state._state_ctx.all_states:
-            for group in each._fsdp_param_groups:
-                group.post_backward()
-        state._root_post_backward_final_callback()
-    elif hasattr(module, "no_sync"):
-        if isinstance(module, DistributedDataParallel):
-            module.reducer.prepare_for_backward([])
-        _add_zeros(module)
-        if hasattr(module, "finish_gradient_synchronization"):
-            module.finish_gradient_synchronization()
+    outside of its backward passes, so that wrappers do not notice them."""
+    for wrapper in outermost_wrappers(module):
+        if isinstance(wrapper, FSDPModule):
+            state = fully_shard.state(wrapper)  # type: ignore[attr-defined]
+            for each in state._state_ctx.all_states:
+                for group in each._fsdp_param_groups:
+                    group.post_backward()
+            state._root_post_backward_final_callback()
+            continue
+        if isinstance(wrapper, DistributedDataParallel):
+            wrapper.reducer.prepare_for_backward([])
+        _add_zeros(wrapper)
+        if hasattr(wrapper, "finish_gradient_synchronization"):
+            wrapper.finish_gradient_synchronization()
 
 
 def _add_zeros(module: nn.Module) -> None:
     """A backward pass that adds nothing, for the hooks on parameters."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    torch.autograd.backward([Given.apply(parameter, torch.zeros_like(parameter)) for parameter in trained])
+    if trained:
+        torch.autograd.backward([Given.apply(parameter, torch.zeros_like(parameter)) for parameter in trained])
 
 
 def _set_last(module: FSDPModule, last: bool) -> None:

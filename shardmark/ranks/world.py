@@ -41,6 +41,8 @@ from shardmark.ranks.rank import Answer, WorldError, available_cores, pickled_ca
 DEADLINE = 120.0
 """Seconds that a call may take on a world before its ranks count as hung."""
 GRACE = 1.0
+TO_END = 10.0
+"""Most seconds for which a rank that has closed its connection may end, on a busy machine: then it is said how."""
 """Seconds that the other ranks get to answer once one has failed."""
 TO_SAY_WHY = 10.0
 """Seconds that a rank gets to fail where the others have failed only because it closed their connections."""
@@ -235,7 +237,7 @@ class World:
                     if message is None and self._ends[rank] in moved and self._channels[rank].fileno() not in moved:
                         raise EOFError  # it has ended, and nothing that it sent is left
                 except EOFError:
-                    dead[rank] = (how_it_ended(self._processes[rank], rank, self._directory, GRACE), None)
+                    dead[rank] = (how_it_ended(self._processes[rank], rank, self._directory, TO_END), None)
                     continue
                 except GarbledError:
                     answers[rank] = unusable("wrote to the socket of its answers")
