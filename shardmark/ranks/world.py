@@ -41,9 +41,9 @@ from shardmark.ranks.rank import Answer, WorldError, available_cores, pickled_ca
 DEADLINE = 120.0
 """Seconds that a call may take on a world before its ranks count as hung."""
 GRACE = 1.0
-TO_END = 10.0
-"""Most seconds for which a rank that has closed its connection may end, on a busy machine: then it is said how."""
 """Seconds that the other ranks get to answer once one has failed."""
+TO_END = 10.0
+"""Seconds that a rank gets to end once it has closed its connection, so that it is known how: on a busy machine."""
 TO_SAY_WHY = 10.0
 """Seconds that a rank gets to fail where the others have failed only because it closed their connections."""
 PRELOADED = [
