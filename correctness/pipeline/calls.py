@@ -13,16 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from correctness.pipeline.stages import build, builder, loss, micro_batches
-from correctness.pipeline.training import Trained, in_one_process, named
+from correctness.pipeline.training import Trained, group_of, in_one_process, named
 from impl.pipeline import gpipe, one_forward_one_backward, run
 from impl.pipeline.actions import Kind
 from shardmark.api import Implementation, Mesh
 
 COUNT = 4
-
-
-def group_of(mesh: Mesh, device: str) -> Any:
-    return mesh.device_mesh(torch.device(device).type).get_group("pp")
 
 
 def accumulate_on_rank(implementation: Implementation, mesh: Mesh, device: str, steps: int) -> Trained:
@@ -46,7 +42,7 @@ class Refused(Exception):
 
 
 class Refusing(nn.Module):
-    """The last stage, which takes no more than two micro-batches."""
+    """A stage that raises when it is given a third micro-batch."""
 
     def __init__(self, whole: nn.Module) -> None:
         super().__init__()
@@ -82,7 +78,7 @@ class Noting(nn.Module):
 
 
 class _Marked(torch.autograd.Function):
-    """The same tensor, whose graph has a mark that lives as long as it does."""
+    """The same values; their graph keeps a mark alive."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, noted: Noted) -> Tensor:
@@ -95,7 +91,7 @@ class _Marked(torch.autograd.Function):
 
 
 class Mark:
-    """One forward pass."""
+    """Lives as long as the graph of one forward pass."""
 
 
 @dataclass

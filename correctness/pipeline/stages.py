@@ -80,7 +80,7 @@ class Dropping(Plain):
 
 
 class Tied(Plain):
-    """The last stage's logits are by a copy of the first one's embedding."""
+    """The last stage computes logits with a copy of the first stage's embedding."""
 
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__(stage, stages)
@@ -94,7 +94,7 @@ class Tied(Plain):
 
 
 class Frozen(Plain):
-    """The first stage is frozen, and of the others the first layer."""
+    """The first stage is frozen, and so is the first layer of each other stage."""
 
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__(stage, stages)
@@ -162,7 +162,7 @@ KINDS = {
 
 
 def build(kind: str, device: str, stage: int, stages: int) -> nn.Module:
-    """The same stage wherever it is made, in float64."""
+    """A stage in float64, with the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(50 + stage)
         module = KINDS[kind].of(stage, stages).double()

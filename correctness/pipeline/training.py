@@ -18,7 +18,6 @@ from shardmark.api import Implementation, Mesh
 WITHIN = 1e-12
 """Relative to the largest value of a tensor, in float64; later steps may differ a hundred times as much."""
 OPTIONS = {"lr": 0.002, "momentum": 0.9}
-EMBEDDING = "0.embedding.weight"
 
 
 @dataclass
@@ -36,15 +35,18 @@ def named(modules: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
     return {f"{stage}.{name}": p for stage, module in modules.items() for name, p in module.named_parameters()}
 
 
+def group_of(mesh: Mesh, device: str) -> dist.ProcessGroup:
+    return mesh.device_mesh(torch.device(device).type).get_group("pp")
+
+
 def train_on_rank(
     implementation: Implementation, mesh: Mesh, kind: str, count: int, device: str, steps: int, equal: bool
 ) -> Trained:
-    group = mesh.device_mesh(torch.device(device).type).get_group("pp")
+    group = group_of(mesh, device)
     pipeline = implementation.watched(builder(kind, device), group, count, loss=loss, unequal=not equal)
     parameters = named(pipeline.modules)
-    stages = [max(pipeline.modules)]
     every_rank: list[Any] = [None] * group.size()
-    dist.all_gather_object(every_rank, stages[0], group=group)
+    dist.all_gather_object(every_rank, max(pipeline.modules), group=group)
     trained = Trained(max(every_rank) + 1)
     optimizer = SGD([p for p in parameters.values() if p.requires_grad] or [nn.Parameter(torch.zeros(1))], **OPTIONS)
     for step in range(steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from correctness.support.planting import defect
 from impl.pipeline import gpipe, interleaved, one_forward_one_backward, planned, zero_bubble
 from impl.pipeline.actions import Action, Kind
+from impl.pipeline.messages import receipt_for, send_of
 
 Lists = list[list[Action]]
 
@@ -38,7 +39,7 @@ def forgets_weights(ranks: int, micro_batches: int) -> Lists:
 
 @defect(cause="gradients", caught_by="test_steps_are_those_of_one_process[finds_weights_twice-pp2-plain")
 def finds_weights_twice(ranks: int, micro_batches: int) -> Lists:
-    """The last micro-batch's weights come at the end once more."""
+    """The last micro-batch's gradients of weights are found twice."""
     return [
         [*actions, Action(rank, Kind.WEIGHT, micro_batches - 1)]
         for rank, actions in enumerate(zero_bubble(ranks, micro_batches))
@@ -79,9 +80,7 @@ def sends_before_it_receives(ranks: int, micro_batches: int) -> Lists:
         for action in actions:
             forward = action.kind == Kind.FORWARD
             is_from, is_to = (rank > 0, rank < ranks - 1) if forward else (rank < ranks - 1, rank > 0)
-            receive = action.as_kind(Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD)
-            send = action.as_kind(Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD)
-            found[-1] += [receive] * is_from + [action] + [send] * is_to
+            found[-1] += [receipt_for(action)] * is_from + [action] + [send_of(action)] * is_to
     return found
 
 
@@ -107,5 +106,5 @@ def leaves_out_a_message(ranks: int, micro_batches: int) -> Lists:
 
 @defect(cause="world size", caught_by="test_a_schedule_is_complete_and_ends[is_for_two_ranks")
 def is_for_two_ranks(ranks: int, micro_batches: int) -> Lists:
-    """It is written for two ranks, whatever it is asked for."""
+    """It returns a plan for two ranks, whatever their number is."""
     return one_forward_one_backward(2, micro_batches)

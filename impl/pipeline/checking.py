@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from impl.pipeline.actions import COMPUTES, SENDS, Action, Kind, Plan, ranks_of_stages
-from impl.pipeline.messages import receipt_of, with_messages
+from impl.pipeline.messages import done_as, needed_by, receipt_for, receipt_of, send_of, with_messages
 
 
 def checked(plan: Plan, micro_batches: int, most_in_flight: Sequence[int] | None = None) -> Plan:
@@ -64,8 +64,7 @@ def _check_messages(plan: Plan) -> None:
         source = action.stage - 1 if forward else action.stage + 1
         if source not in rank_of or rank_of[source] == rank:
             continue
-        receipt = action.as_kind(Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD)
-        send = Action(source, Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD, action.micro_batch)
+        receipt, send = receipt_for(action), send_of(Action(source, action.kind, action.micro_batch))
         for each, where in ((receipt, rank), (send, rank_of[source])):
             if each not in place:
                 raise ValueError(f"rank {where} has no {each}, which {action} needs")
@@ -82,18 +81,9 @@ def _check_end(plan: Plan, stages: int) -> None:
     done: set[Action] = set()
 
     def may_go(action: Action) -> bool:
-        """Whether a stage on the same rank has given what the action needs."""
-        if action.kind == Kind.FORWARD and action.stage > 0:
-            return _given(action, Action(action.stage - 1, Kind.FORWARD, action.micro_batch))
-        if action.kind in (Kind.BACKWARD, Kind.INPUT) and action.stage < stages - 1:
-            source = Action(action.stage + 1, Kind.BACKWARD, action.micro_batch)
-            return _given(action, source) or _given(action, source.as_kind(Kind.INPUT))
-        return True
-
-    def _given(action: Action, source: Action) -> bool:
-        forward = action.kind == Kind.FORWARD
-        receipt = action.as_kind(Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD)
-        return source in done or receipt in done
+        """Whether another stage has given what the action needs, on the same rank or by a message."""
+        needed = needed_by(action, stages)
+        return needed is None or needed in done or receipt_for(action) in done
 
     while any(left):
         moved = False
@@ -102,7 +92,7 @@ def _check_end(plan: Plan, stages: int) -> None:
                 continue
             action = actions[-1]
             if action.kind in COMPUTES and may_go(action):
-                done.add(actions.pop())
+                done.add(done_as(actions.pop()))
                 moved = True
             elif action.kind in SENDS:
                 receipt = receipt_of(action)

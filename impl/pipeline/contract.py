@@ -64,7 +64,6 @@ class Facts:
     """Share of a step for which a rank waits, where F, I and W take equal times, and B that of two."""
     in_flight: Callable[[int, int], Sequence[int]] | None = None
     """Most forward passes that each rank holds at once."""
-    stages_of_a_rank: int = 1
 
 
 def is_schedule(target: Any) -> bool:

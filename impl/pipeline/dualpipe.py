@@ -82,7 +82,6 @@ register_schedule(
     Facts(
         bubble=lambda ranks, m: (ranks - 1) / (6 * m + ranks - 1),
         in_flight=lambda ranks, m: [2 * ranks + 1] * ranks,
-        stages_of_a_rank=2,
     ),
     tested_briefly=True,  # as `interleaved`
     called="DualPipeV",

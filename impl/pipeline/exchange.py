@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.pipeline.actions import Action, Kind
-from impl.pipeline.messages import message_after, receipt_of
+from impl.pipeline.messages import message_after, receipt_for, receipt_of, send_of
 
 Tensors = tuple[Tensor, ...]
 Shapes = tuple[torch.Size, ...]
 Like = list[tuple[torch.Size, torch.dtype]]
-
 
 MOST_UNDER_WAY = 4
 """Tensors that a rank sends at once: each is in memory until it has been taken."""
@@ -42,21 +41,17 @@ class Exchange:
 
     def leave(self, action: Action, tensors: Tensors) -> None:
         """Give what the action has found to the neighbour: at once if it is on this rank, or to its send."""
-        forward = action.kind == Kind.FORWARD
-        if forward:
+        if action.kind == Kind.FORWARD:
             self.outputs_like[action.stage, action.micro_batch] = [(each.shape, each.dtype) for each in tensors]
         send = message_after(action, self.rank_of)
         if send is not None:
             self.leaving[send] = tensors
             return
-        receipt = receipt_of(action.as_kind(Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD))
-        self.arriving[receipt] = tensors, []
+        self.arriving[receipt_of(send_of(action))] = tensors, []
 
     def arrived(self, action: Action) -> Tensors:
         """Tensors that the action needs, once they are there."""
-        forward = action.kind == Kind.FORWARD
-        receipt = action.as_kind(Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD)
-        tensors, handles = self.arriving.pop(receipt)
+        tensors, handles = self.arriving.pop(receipt_for(action))
         for handle in handles:
             handle.wait()
         return tensors

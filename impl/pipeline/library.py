@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from impl.pipeline.contract import Facts
 from impl.pipeline.runner import Build, Loss, Tensors
 from shardmark.api import Unsupported, register
 
@@ -27,7 +26,14 @@ STAGES_OF_A_RANK = {
 }
 """PyTorch's schedules, with the number of stages of each rank."""
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules whose stages are placed there and back."""
+"""Schedules whose stages are placed there and back: the first rank has the first stage and the last."""
+
+
+def own_stages(schedule: str, rank: int, ranks: int) -> list[int]:
+    """The stages of a rank under a schedule of PyTorch's, of all that there are."""
+    if schedule in IN_A_V:
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + turn * ranks for turn in range(STAGES_OF_A_RANK[schedule])]
 
 
 class TorchPipeline:
@@ -45,10 +51,9 @@ class TorchPipeline:
     ) -> None:
         if unequal:
             raise Unsupported("PyTorch's stages take the shapes of the first micro-batch for those of all")
-        ranks, rank, each = group.size(), group.rank(), STAGES_OF_A_RANK[schedule]
-        own = [rank, 2 * ranks - 1 - rank] if schedule in IN_A_V else [rank + turn * ranks for turn in range(each)]
-        self.group, self.stages = group, each * ranks
-        self.modules = {stage: build(stage, self.stages) for stage in own}
+        each = STAGES_OF_A_RANK[schedule]
+        self.group, self.stages = group, each * group.size()
+        self.modules = {stage: build(stage, self.stages) for stage in own_stages(schedule, group.rank(), group.size())}
         self.device = next((p.device for m in self.modules.values() for p in m.parameters()), torch.device("cpu"))
         self.made = [PipelineStage(m, i, self.stages, self.device, group=group) for i, m in self.modules.items()]
         kind = getattr(pipelining, f"Schedule{schedule}")
@@ -82,7 +87,6 @@ def _register(name: str, schedule: str) -> None:
         "pipeline",
         name,
         partial(TorchPipeline, schedule),
-        facts=Facts(stages_of_a_rank=STAGES_OF_A_RANK[schedule]),
         tested_briefly=True,
         called=f"PyTorch's {schedule}",
     )

@@ -13,6 +13,16 @@ def receipt_of(send: Action) -> Action:
     return Action(stage, RECEIVED_AS[send.kind], send.micro_batch)
 
 
+def send_of(action: Action) -> Action:
+    """The send of what a pass has found: the output, or the gradient of the input."""
+    return action.as_kind(Kind.SEND_FORWARD if action.kind == Kind.FORWARD else Kind.SEND_BACKWARD)
+
+
+def receipt_for(action: Action) -> Action:
+    """The receipt of what a pass needs of a neighbour: its input, or the gradient of its output."""
+    return action.as_kind(Kind.RECEIVE_FORWARD if action.kind == Kind.FORWARD else Kind.RECEIVE_BACKWARD)
+
+
 def message_after(action: Action, rank_of: dict[int, int]) -> Action | None:
     """The send of what an action has found, if a stage of another rank needs it."""
     to = action.stage + 1 if action.kind == Kind.FORWARD else action.stage - 1
@@ -20,7 +30,7 @@ def message_after(action: Action, rank_of: dict[int, int]) -> Action | None:
         return None
     if rank_of[to] == rank_of[action.stage]:
         return None
-    return action.as_kind(Kind.SEND_FORWARD if action.kind == Kind.FORWARD else Kind.SEND_BACKWARD)
+    return send_of(action)
 
 
 def needed_by(action: Action, stages: int) -> Action | None:

@@ -4,7 +4,6 @@ needs them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 
 from impl.pipeline.actions import Action, Kind, Plan, ranks_of_stages
 from impl.pipeline.deferred import Later, deferring, prepare
-from impl.pipeline.exchange import Exchange
-from impl.pipeline.wrappers import accumulating, reduce
+from impl.pipeline.exchange import Exchange, Tensors
+from impl.pipeline.wrappers import accumulating, outermost_wrappers, reduce
 
-Tensors = tuple[Tensor, ...]
 Build = Callable[[int, int], nn.Module]
 Loss = Callable[[Any, Any], Tensor]
 
@@ -33,6 +31,7 @@ class Runner:
         self.modules = {stage: build(stage, self.stages) for stage in own}
         for stage in {action.stage for action in self.actions if action.kind == Kind.WEIGHT}:
             prepare(self.modules[stage])
+        self.wrappers = [wrapper for module in self.modules.values() for wrapper in outermost_wrappers(module)]
         self.exchange = Exchange(group, self.rank_of)
         self._does: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -72,13 +71,11 @@ class Runner:
         return self.total
 
     def _run(self) -> None:
-        with ExitStack() as stack:
-            for module in self.modules.values():
-                stack.enter_context(accumulating(module))
+        with accumulating(self.wrappers):
             for action in self.actions:
                 self._does[action.kind](action)
-        for module in self.modules.values():
-            reduce(module)
+        for wrapper in self.wrappers:
+            reduce(wrapper)
         self.exchange.end()
 
     def _forward(self, action: Action) -> None:

@@ -86,7 +86,6 @@ register_schedule(
             min(STAGES_OF_A_RANK * m, (STAGES_OF_A_RANK - 1) * ranks + 2 * (ranks - rank - 1) + 1)
             for rank in range(ranks)
         ],
-        stages_of_a_rank=STAGES_OF_A_RANK,
     ),
     tested_briefly=True,  # the runner is the same, and the plan is proven for any ranks
     called="interleaved 1F1B",

@@ -3,7 +3,7 @@ until the stage's last backward pass, and are reduced once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,10 +23,10 @@ def outermost_wrappers(module: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def accumulating(module: nn.Module) -> Iterator[None]:
-    """In the block gradients of the module stay on their rank, and FSDP2 keeps what backward has gathered."""
+def accumulating(wrappers: Sequence[Any]) -> Iterator[None]:
+    """In the block gradients stay on their rank, and FSDP2 keeps what backward has gathered."""
     with ExitStack() as stack:
-        for wrapper in outermost_wrappers(module):
+        for wrapper in wrappers:
             if isinstance(wrapper, FSDPModule):
                 _set_last(wrapper, False)
                 stack.callback(_set_last, wrapper, True)
@@ -35,22 +35,21 @@ def accumulating(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def reduce(module: nn.Module) -> None:
-    """Reduce what the module's parameters have accumulated, once their last gradients are there. These may come from
-    outside of its backward passes, so that wrappers do not notice them."""
-    for wrapper in outermost_wrappers(module):
-        if isinstance(wrapper, FSDPModule):
-            state = fully_shard.state(wrapper)  # type: ignore[attr-defined]
-            for each in state._state_ctx.all_states:
-                for group in each._fsdp_param_groups:
-                    group.post_backward()
-            state._root_post_backward_final_callback()
-            continue
-        if isinstance(wrapper, DistributedDataParallel):
-            wrapper.reducer.prepare_for_backward([])
-        _add_zeros(wrapper)
-        if hasattr(wrapper, "finish_gradient_synchronization"):
-            wrapper.finish_gradient_synchronization()
+def reduce(wrapper: Any) -> None:
+    """Reduce what the wrapper's parameters have accumulated, once their last gradients are there. These may come from
+    outside of its backward passes, so that it does not notice them."""
+    if isinstance(wrapper, FSDPModule):
+        state = fully_shard.state(wrapper)  # type: ignore[attr-defined]
+        for each in state._state_ctx.all_states:
+            for group in each._fsdp_param_groups:
+                group.post_backward()
+        state._root_post_backward_final_callback()
+        return
+    if isinstance(wrapper, DistributedDataParallel):
+        wrapper.reducer.prepare_for_backward([])
+    _add_zeros(wrapper)
+    if hasattr(wrapper, "finish_gradient_synchronization"):
+        wrapper.finish_gradient_synchronization()
 
 
 def _add_zeros(module: nn.Module) -> None:

@@ -88,7 +88,6 @@ register_schedule(
     Facts(
         bubble=lambda ranks, m: (ranks - 1) / (6 * m + ranks - 1) if m >= ranks and ranks in EXACT else None,
         in_flight=lambda ranks, m: [min(2 * ranks, 2 * m)] * ranks,
-        stages_of_a_rank=2,
     ),
     called="zero bubble V",
 )

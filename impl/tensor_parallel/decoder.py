@@ -134,7 +134,7 @@ class ParallelAttention(nn.Module):
         return [each.unflatten(-1, (-1, self.head_dim)) for each in every]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Each rank has heads of its own, and so what dropout leaves out of them."""
+        """Causal attention; dropout draws other numbers on each rank, as each has other heads."""
         if not self.training or self.dropout == 0.0:
             return causal_attention(q, k, v, 0.0)
         with drawing_apart(q.device, self.products.group):

@@ -83,7 +83,7 @@ class MemoryBudget:
     expected_workspace: int = 0
     source: str = "formula"
     alike: bool = True
-    """Whether a formula is one of every rank, and not of the one that needs most."""
+    """Whether a formula holds for every rank; otherwise it is that of the rank that needs most."""
 
     @property
     def needed(self) -> int:

@@ -23,23 +23,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.mesh.decoder import Decoder, DecoderSize
+from impl.pipeline.library import STAGES_OF_A_RANK as SCHEDULES
 
 LAYERS = 4
 """Two stages for each of two ranks of a pipeline."""
 
 CONTEXT = 12
-
-SCHEDULES = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
-"""Schedules of torch.distributed.pipelining, with the stages of each rank."""
-IN_A_V = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules that place stages there and back: the first rank has the first stage and the last."""
 
 AXES = {
     "ddp": ("dp",),
@@ -124,15 +113,6 @@ class Stage(nn.Module):
         for layer in self.layers.values():
             x = layer(x, positions)
         return x if self.output is None or self.norm is None else self.output(self.norm(x))
-
-
-def stage_indices(schedule: str | None, rank: int, ranks: int) -> list[int]:
-    """The stages of a rank of the pipeline, of all that there are."""
-    if schedule is None:
-        return [0]
-    if schedule in IN_A_V:
-        return [rank, 2 * ranks - 1 - rank]
-    return [rank + turn * ranks for turn in range(SCHEDULES[schedule])]
 
 
 def applied(stage: Stage, composition: Composition, mesh: DeviceMesh) -> nn.Module:

@@ -19,9 +19,10 @@ from torch.nn.functional import cross_entropy
 
 from impl.distributed import full
 from impl.mesh.trainer import without_wrappers
+from impl.pipeline.library import own_stages
 from shardmark.api import Mesh, Share
 from shardmark.ranks.world import RankError, World
-from studies.composed.features import CONTEXT, SCHEDULES, Composition, Stage, applied, stage_indices, whole_model
+from studies.composed.features import CONTEXT, SCHEDULES, Composition, Stage, applied, whole_model
 
 ROWS, VOCABULARY = 8, 48
 """Rows of each rank with rows of its own."""
@@ -71,7 +72,7 @@ def on_rank(composition: Composition, mesh: Mesh, device: str) -> tuple[dict[str
     whole = whole_model(composition, device)
     rank, ranks = (on.get_local_rank("pp"), on["pp"].size()) if composition.schedule else (0, 1)
     stages = ranks * SCHEDULES.get(composition.schedule or "", 1)
-    indices = stage_indices(composition.schedule, rank, ranks)
+    indices = own_stages(composition.schedule, rank, ranks) if composition.schedule else [0]
     made = [Stage(whole, index, stages) for index in indices]
     if composition.schedule is None and "tied" in composition:
         made[0].output.weight = made[0].tok_embeddings.weight  # type: ignore[union-attr, assignment]

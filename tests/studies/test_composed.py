@@ -2,8 +2,9 @@
 
 import pytest
 
+from impl.pipeline.library import own_stages
 from studies.composed.__main__ import page
-from studies.composed.features import AXES, SCHEDULES, Composition, compositions, stage_indices
+from studies.composed.features import AXES, SCHEDULES, Composition, compositions
 from studies.composed.judging import Cell, judged
 
 pytestmark = pytest.mark.sweep  # each composition has ranks of its own
@@ -33,7 +34,7 @@ def test_each_pair_is_asked_once_and_alternatives_never() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_ranks_of_a_pipeline_have_each_stage_once(schedule: str) -> None:
-    stages = [index for rank in range(2) for index in stage_indices(schedule, rank, 2)]
+    stages = [index for rank in range(2) for index in own_stages(schedule, rank, 2)]
     assert sorted(stages) == list(range(2 * SCHEDULES[schedule]))
 
 
