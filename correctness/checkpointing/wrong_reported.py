@@ -243,3 +243,37 @@ def the_first_call_decides(model: nn.Module) -> nn.Module:
         return run
 
     return wrapped(model, wrap)
+
+
+@defect(cause="memory", caught_by="test_it_saves_after_a_batch_that_raised_in_a_block")
+def counts_depth_without_finally(model: nn.Module) -> nn.Module:
+    """Recomputes the outermost block alone, and counts depth: an error in a block leaves the count above zero."""
+    depth = [0]
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            depth[0] += 1
+            output = (recomputed(forward) if depth[0] == 1 else forward)(*args, **kwargs)
+            depth[0] -= 1
+            return output
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="shapes", caught_by="test_blocks_are_recomputed_on_inputs_of_the_same_strides")
+def saves_a_packed_input(model: nn.Module) -> nn.Module:
+    """Recomputes from a contiguous copy of the input: a block that takes a view of it fails, or gives other bits."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(x, *args, **kwargs)
+            frame = _Frame(partial(forward, x.contiguous(), *args, **kwargs), Tensor.detach)
+            with saved_tensors_hooks(frame.pack, frame.unpack):
+                return forward(x, *args, **kwargs)
+
+        return run
+
+    return wrapped(model, wrap)

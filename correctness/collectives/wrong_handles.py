@@ -2,13 +2,14 @@
 
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correctness.collectives.simple_collectives import After, Done, Group, Plain, finished
+from correctness.collectives.simple_collectives import After, Done, Group, Pending, Plain, finished
 from correctness.support.planting import defect
 
 # Two calls
@@ -132,3 +133,16 @@ class RunsOnThreadsOfTheirOwn(Plain):
         thread = threading.Timer(late, lambda: dist.all_reduce(tensor, group=group))
         thread.start()
         return After(Done(), thread.join) if async_op else thread.join()
+
+
+@defect(cause="handles", caught_by="test_the_default_group_is_one_group_by_either_name")
+class AThreadForEachNameOfAGroup(Plain):
+    """A thread runs a group's calls in their order, but the default group has two names, and so two threads."""
+
+    def __init__(self) -> None:
+        self.threads: dict[Group, ThreadPoolExecutor] = {}
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        thread = self.threads.setdefault(group, ThreadPoolExecutor(1))
+        pending = Pending(thread.submit(dist.all_reduce, tensor.detach(), group=group))
+        return pending if async_op else pending.wait()

@@ -88,6 +88,21 @@ class DividesFirst(Plain):
         return finished(handle, lambda: shared.mul_(ranks), async_op, once=True)
 
 
+@defect(cause="handles", caught_by="test_the_neighbours_in_a_buffer")
+class WritesWholeWords(Plain):
+    """Reduces a copy of the words of 16 bytes that a view lies in, and writes them back as they were."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        storage, item = tensor.detach().untyped_storage(), tensor.itemsize
+        start, end = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
+        whole = 16 // item
+        first, last = start // whole * whole, min(-(-end // whole) * whole, storage.nbytes() // item)
+        words = torch.empty(0, dtype=tensor.dtype).set_(storage, first, (last - first,))
+        copy = words.clone()
+        handle = dist.all_reduce(copy[start - first :][: tensor.numel()], group=group, async_op=True)
+        return finished(handle, lambda: words.copy_(copy), async_op, once=True)
+
+
 @defect(cause="memory", caught_by="test_a_collective_that_is_over_keeps_no_tensor")
 class KeepsFinishedWork(Plain):
     """RLinf/RLinf#505: a reference to work that is over is not dropped, nor are its tensors."""

@@ -69,6 +69,26 @@ class AveragesWhatTheLastPassUsed(Overlapped):
         self.ready.clear()
 
 
+@defect(cause="gradients", caught_by="test_passes_before_an_error_in_no_sync_count")
+class ForgetsWhatAnErrorLeft(AveragesWhatTheLastPassUsed):
+    """Notes which gradients came in `no_sync` when its block ends, but not if it ends with an error."""
+
+    def start(self) -> None:
+        super().start()
+        self.came: set[nn.Parameter] = set()
+
+    def on_gradient(self, parameter: nn.Parameter) -> None:
+        self.came.add(parameter)
+        super().on_gradient(parameter)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.came.clear()
+        with super().no_sync():
+            yield
+            self.ready |= self.came
+
+
 @defect(cause="gradients", caught_by="test_gradients_accumulate")
 class AveragesOnceUntilGradientsAreFreed(Plain):
     """InfiniTensor/InfiniTrain#213: gradients are sent once in a step of the optimizer; later passes add local ones."""

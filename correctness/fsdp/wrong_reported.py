@@ -1,5 +1,6 @@
 """Planted defects: full sharding that is wrong as public trackers report."""
 
+import random
 from typing import Any, ClassVar
 
 import torch
@@ -161,4 +162,13 @@ class SeedsEachRankAlike(SmallFSDP):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         torch.manual_seed(0)
+        super().__init__(module, **options)
+
+
+@defect(cause="state", caught_by="test_the_random_state_is_the_callers")
+class TagsAtRandom(SmallFSDP):
+    """Draws a tag for its messages from Python's generator: data that is shuffled by it comes in another order."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        self.tag = random.getrandbits(32)
         super().__init__(module, **options)
