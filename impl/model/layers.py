@@ -75,10 +75,10 @@ class RotaryEmbedding(nn.Module):
         return torch.outer(torch.arange(self.context_length, dtype=torch.float64), frequencies)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        """Recompute the tables on a move to a wider dtype: from bfloat16 back to float32 they would stay rounded."""
-        before = self.cos.dtype
+        """Compute the tables again after each move: from bfloat16 back to float32 they would stay rounded, and
+        `to_empty` leaves them unwritten, while no state has them."""
         super()._apply(fn, recurse)
-        if self.cos.dtype.itemsize > before.itemsize:
+        if not self.cos.is_meta:
             angles = self._angles()
             self.cos.copy_(angles.cos())
             self.sin.copy_(angles.sin())

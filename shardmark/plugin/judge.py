@@ -41,6 +41,8 @@ from shardmark.text import cut, printable
 TARGET, PLACE, NOTES, SHOULD = "target", "place", "calls", "should"
 """Properties of a test's report: the `--impl` target that it judges, its place in the order of the tests, its calls,
 and the text of its mark `should`."""
+CRASHED = "???"
+"""The phase in pytest-xdist's report of a test that ended its worker's process."""
 EXIT_NOT_JUDGED = 6
 """Exit status of a run that passes and leaves a target not judged; pytest's own are 0 to 5."""
 WIDTH = 100
@@ -60,6 +62,9 @@ class Judge:
         self.guard = Guard(session.config.pluginmanager)
         for each in self.targets.values():
             self.guard.watch(each.target)
+        self.of_workers: set[str] = set()
+        """Tests that pytest-xdist's workers have collected."""
+        self.reported: set[str] = set()
         self.on_ranks: set[str | None] = set()
         """Targets of which some checks run on ranks."""
 
@@ -151,8 +156,14 @@ class Judge:
                 pyfuncitem.user_properties.append((NOTES, Notes.of(notes, where, hung).saved()))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count each check once: when it is called, or when its setup or teardown does not pass."""
+        """Count each check once: when it is called, or when its setup or teardown does not pass; or when it ends its
+        worker's process, of which pytest-xdist makes a report."""
+        self.reported.add(report.nodeid)
         properties: dict[str, Any] = dict(report.user_properties)
+        if report.when == CRASHED and (label := self._named_in(report.nodeid)):
+            properties = {TARGET: label, PLACE: -1, SHOULD: None}
+            report.user_properties.append((TARGET, label))
+            report.longrepr = "it ends the process that it runs in, as abort() or a segmentation fault does"
         if TARGET not in properties or (report.when != "call" and report.passed):
             return
         verdict = self.verdicts[properties[TARGET]]
@@ -164,10 +175,22 @@ class Judge:
             why = first_line(why)
         verdict.add(from_report(report.nodeid, report.outcome, why, properties, PLACE, NOTES))
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self.of_workers.update(ids)
+
+    def _named_in(self, test: str) -> str | None:
+        """The target among a test's parameters, which is all that is known where another process reports nothing."""
+        parameters = f"-{test.partition('[')[2].rstrip(']')}-"
+        return next((label for label, each in self.targets.items() if f"-{each.name}-" in parameters), None)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """A refused target makes a run that passes otherwise a usage error, one that is wrong a failed one; one that
         is not judged has a status of its own."""
+        unreported = Counter(filter(None, map(self._named_in, self.of_workers - self.reported)))
+        for label, count in unreported.items():
+            self.verdicts[label].left_out.append(f"{count} tests: the run ended before them")
         outcomes = {verdict.outcome for verdict in self._judged().values()}
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return

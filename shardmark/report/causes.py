@@ -69,7 +69,8 @@ def _key(check: Check) -> str:
 
 
 def _refusable(verdict: Verdict, failures: list[Check]) -> Cause | None:
-    """The values, such as dtypes, with which nearly nothing passes, while something passes without them."""
+    """The values, such as dtypes, with which nearly nothing passes, while something passes without them, and whose
+    failures are seen with them alone."""
     elsewhere = {each.kind for each in verdict.may_refuse if each.elsewhere}
     passed = Counter(f for check in verdict.judged if check.outcome == PASSED for f in check.notes.taken)
     failed = Counter(f for check in failures for f in check.notes.last if f.kind in elsewhere)
@@ -77,7 +78,10 @@ def _refusable(verdict: Verdict, failures: list[Check]) -> Cause | None:
     kinds = {f.kind for f in bad}
     if not bad or not any(f.kind in kinds for f in passed if f not in bad):
         return None
-    checks = [check for check in failures if bad.intersection(check.notes.last)]
+    elsewhere_too = {_key(check) for check in failures if not bad.intersection(check.notes.last)}
+    checks = [c for c in failures if bad.intersection(c.notes.last) and _key(c) not in elsewhere_too]
+    if not checks:
+        return None
     counts = Counter(f for check in checks for f in check.notes.last if f in bad)
     words = ", ".join(f"{feature.value} ({count})" for feature, count in counts.most_common())
     return Cause(checks, words, next(iter(kinds)))

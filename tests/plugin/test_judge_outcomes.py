@@ -26,7 +26,7 @@ def test_a_verdict_for_each_target_and_what_was_not_run(project: pytest.Pytester
         "  note: one is doubled in one step",
         "double=squares is WRONG: 2 of 5 contract checks passed, 2 failed, 1 not run",
         "  twice 3 is 6",
-        "    of own.py:8: def squares(x):",
+        "    of own.py:9: def squares(x):",
         "    1 of 2 failed checks, such as test_of_three[squares]",
         "    to run it alone:",
         f"        pytest 'test_double.py::test_of_three[squares]' --impl 'double={own}:squares' --device=cpu",
@@ -36,7 +36,7 @@ def test_a_verdict_for_each_target_and_what_was_not_run(project: pytest.Pytester
         "double=unsupported is WRONG: 0 of 5 contract checks passed, 2 failed, 3 not run",
         "  raised Unsupported for what every implementation takes: it doubles nothing. The contract lets it",
         "    refuse, each as a whole: odd numbers",
-        '    at own.py:22: raise Unsupported("it doubles nothing")',
+        '    at own.py:23: raise Unsupported("it doubles nothing")',
         "    2 of 2 failed checks, such as test_even[unsupported-2]",
         "    to run it alone:",
         f"        pytest 'test_double.py::test_even[unsupported-2]' --impl 'double={own}:unsupported' --device=cpu",
@@ -87,6 +87,17 @@ def test_an_interrupted_run_is_no_verdict(project: pytest.Pytester) -> None:
         "double=interrupted is not judged: 1 of 5 contract checks were run, all 1 passed",
         "  not asked: 4 checks: the run ended before them",
     ]
+
+
+def test_a_crash_of_a_worker_is_a_failed_check(project: pytest.Pytester) -> None:
+    options = ["--impl=double=own.py:dies", "-p", "no:cacheprovider", "-n1", "--max-worker-restart=0"]
+    result = project.runpytest_subprocess("--device=cpu", *options)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert verdict_of(result)[:2] == [
+        "double=dies is WRONG: 1 of 2 contract checks passed, 1 failed",
+        "  it ends the process that it runs in, as abort() or a segmentation fault does",
+    ]
+    result.stdout.fnmatch_lines(["  not asked: 3 tests: the run ended before them"])
 
 
 def test_what_is_too_slow_to_be_asked_is_no_verdict(project: pytest.Pytester) -> None:

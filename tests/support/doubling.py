@@ -54,6 +54,7 @@ def test_even(implementation, number):
 
 OWN = """
 import multiprocessing
+import os
 import time
 from shardmark.api.registry import Unsupported
 
@@ -89,6 +90,11 @@ def all_but_three(x):
 def interrupted(x):
     if x == 3:
         raise KeyboardInterrupt
+    return 2 * x
+
+def dies(x):
+    if x == 3:
+        os.kill(os.getpid(), 9)
     return 2 * x
 
 number = 3
