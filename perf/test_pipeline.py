@@ -1,4 +1,4 @@
-"""How long do a pipeline's ranks wait, by schedule and micro-batches?
+"""How long do a pipeline's ranks wait, by schedule and micro-batches; and is it faster than full sharding?
 
 Ranks sleep in place of computing, so that a machine with fewer cores than ranks shows it. The bubble is the share of a
 step for which a rank does not compute; messages, and the time at which a sleeper is woken, are in what is measured.
@@ -10,13 +10,18 @@ from dataclasses import replace
 
 import pytest
 
+from impl.mesh.accounting import tokens
+from impl.mesh.accounting import work as work_on_a_mesh
+from impl.mesh.cases import MeshCase
+from impl.mesh.workload import MeshStep
 from impl.pipeline.cases import CASES, SleepingCase
 from impl.pipeline.contract import Facts
 from perf.sleeping_stages import SleepingStep, computing_seconds
-from shardmark.api import Implementation, Mesh, Work
+from shardmark.api import Grid, Implementation, Mesh, Work
 from shardmark.plugin.measure import Measure
-from shardmark.report.answers import fastest
+from shardmark.report.answers import fastest, most
 from shardmark.rows.columns import Column
+from shardmark.rows.observers import SentByAxis
 
 MEASURED = Column("bubble", lambda entry, row: f"{share:.3f}" if (share := row["work"].get("bubble")) else None)
 FORMULA = Column(
@@ -44,4 +49,36 @@ def test_bubble(implementation: Implementation, case: SleepingCase, mesh: Mesh, 
         world_size=mesh.size,
         work=Work(),
         rates=lambda seconds: {"bubble": 1 - computing_seconds(case) / seconds, "bubble_by_formula": formula},
+    )
+
+
+ROWS = Grid(
+    smoke=[MeshCase("tiny-deep", batch=8, context=32)],
+    laptop=[MeshCase("mini-deep", batch=16, context=64)],
+    paper=[MeshCase("medium", batch=16, context=1024)],
+)
+"""`batch` is of all ranks, which divide it."""
+
+
+@pytest.mark.question(
+    "Is a pipeline faster than full sharding, on the same ranks and rows?",
+    short="pipelines",
+    columns=["case", "implementation", "time ms", "tokens/s", "sent by axis MiB", "tensors MiB", "verdict"],
+    answer=most(lambda entry: entry["extra_info"]["work"].get("tokens_per_second"), "{name} trains most tokens in a second, {value:,.0f}"),
+)
+@pytest.mark.family("mesh")
+@pytest.mark.cases(ROWS)
+@pytest.mark.meshes("pp=4", "shard=4")
+@pytest.mark.benchmark(min_rounds=9)
+def test_beside_full_sharding(implementation: Implementation, case: MeshCase, mesh: Mesh, measure: Measure) -> None:
+    case = replace(case, mesh=mesh.spec, batch=case.batch // mesh.row_groups)
+    measure(
+        MeshStep,
+        implementation,
+        case,
+        world_size=mesh.size,
+        work=work_on_a_mesh(case),
+        rates=lambda seconds: {"tokens_per_second": tokens(case) / seconds},
+        slack=1.02,
+        observe=[SentByAxis()],
     )

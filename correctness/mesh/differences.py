@@ -82,10 +82,12 @@ def _axes(mesh: Mesh, *ranks: int) -> str:
 
 
 def replicas(ranks: Sequence[Trace], mesh: Mesh) -> Iterator[str]:
-    """Parts of parameters that ranks have in common, and which are not bitwise equal."""
-    for name in ranks[0].local:
+    """Parts of parameters that ranks have in common, and which are not bitwise equal; a stage has some of them."""
+    for name in dict.fromkeys(name for trace in ranks for name in trace.local):
         first: dict[Any, tuple[int, str]] = {}
         for rank, trace in enumerate(ranks):
+            if name not in trace.local:
+                continue
             part, digest = trace.local[name]
             at, there = first.setdefault(part, (rank, digest))
             if digest != there:

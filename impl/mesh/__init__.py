@@ -20,6 +20,7 @@ from impl.mesh.trainer import MeshTrainer, by_mesh
 from impl.mesh.naive import OneProcess
 from impl.mesh.replicated import replicated
 from impl.mesh.library import torch_parallel
+from impl.mesh.pipelined import PipelinedTrainer
 # isort: on
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "MeshTrainer",
     "Objective",
     "OneProcess",
+    "PipelinedTrainer",
     "Trainer",
     "adapted",
     "by_mesh",

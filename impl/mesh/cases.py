@@ -10,6 +10,8 @@ from shardmark.api import Grid, OwnModelCase
 SIZES = {
     "tiny": DecoderSize(dim=48, layers=2, heads=12, kv_heads=6, hidden=192, vocabulary=768),
     "mini": DecoderSize(dim=384, layers=4, heads=12, kv_heads=6, hidden=1536, vocabulary=3072),
+    "tiny-deep": DecoderSize(dim=48, layers=8, heads=12, kv_heads=6, hidden=192, vocabulary=768),
+    "mini-deep": DecoderSize(dim=192, layers=8, heads=12, kv_heads=6, hidden=768, vocabulary=3072),
     "mixture": DecoderSize(dim=192, layers=4, heads=12, kv_heads=6, hidden=384, vocabulary=3072, experts=4),
     "medium": DecoderSize(dim=1536, layers=24, heads=24, kv_heads=12, hidden=6144, vocabulary=49_152),
 }

@@ -45,15 +45,17 @@ def _cut_products(model: Decoder, tp: DeviceMesh) -> None:
         if isinstance(layer.feed_forward, FeedForward):
             plan |= {f"feed_forward.{name}": style for name, style in FEED_FORWARD.items()}
         parallelize_module(layer, tp, plan)
-    if model.output.weight is not model.tok_embeddings.weight:
-        parallelize_module(
-            model,
-            tp,
-            {
-                "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
-                "output": ColwiseParallel(output_layouts=Replicate()),
-            },
-        )
+    if _weight(model.output) is not _weight(model.tok_embeddings):
+        plan = {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+            "output": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(model, tp, {name: each for name, each in plan.items() if _weight(getattr(model, name)) is not None})
+
+
+def _weight(module: nn.Module) -> nn.Parameter | None:
+    """The module's weight; a stage of a decoder has modules without."""
+    return getattr(module, "weight", None)
 
 
 register(

@@ -77,7 +77,7 @@ class MeshTrainer:
         self.model: Any = parallelize(model, mesh)
         if not isinstance(self.model, nn.Module):
             raise TypeError(f"parallelize returned {type(self.model).__name__}, not a module")
-        self.parameters = {self._own_names[name]: parameter for name, parameter in self.model.named_parameters()}
+        self.parameters = {self._own_name(name): parameter for name, parameter in self.model.named_parameters()}
         self.optimizer = optimizer_fn(list(self.parameters.items()))
         self.max_norm, self.norm_type, self.objective = max_norm, norm_type, objective
         axes = data_axes(mesh.mesh_dim_names or ())
@@ -93,7 +93,17 @@ class MeshTrainer:
         device = next(iter(self.parameters.values())).device
         counts = torch.stack([self.objective.count(batch).to(device) for batch in batches]).sum()
         tokens = self._over_data(counts)
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = self._run(batches, tokens)
+        gradients = whole_gradients(self.parameters.values())
+        norm = self._norm(gradients)
+        if torch.isfinite(norm):  # it is the same on every rank
+            scale_(gradients, norm, self.max_norm)
+            self.optimizer.step()
+        return self._over_data(total) / tokens, norm
+
+    def _run(self, batches: Sequence[Any], tokens: Tensor) -> Tensor:
+        """Every forward and backward pass, and the gradients' average; the sum of the losses of this rank's tokens."""
+        total = torch.zeros((), dtype=torch.float64, device=tokens.device)
         for index, batch in enumerate(batches):
             with self._synchronizing(index == len(batches) - 1):
                 losses = self.objective.losses(self.model, batch)
@@ -102,17 +112,18 @@ class MeshTrainer:
             total += losses.detach()
         if hasattr(self.model, "finish_gradient_synchronization"):
             self.model.finish_gradient_synchronization()
-        gradients = whole_gradients(self.parameters.values())
-        norm = total_norm(gradients, self.norm_type)
-        if torch.isfinite(norm):  # it is the same on every rank
-            scale_(gradients, norm, self.max_norm)
-            self.optimizer.step()
-        return self._over_data(total) / tokens, norm
+        return total
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        return total_norm(gradients, self.norm_type)
+
+    def _own_name(self, name: str) -> str:
+        return self._own_names[name]
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, by the model's own name. All ranks call."""
         if hasattr(self.model, "gather_full_parameters"):
-            return {self._own_names[name]: whole for name, whole in self.model.gather_full_parameters().items()}
+            return {self._own_name(name): whole for name, whole in self.model.gather_full_parameters().items()}
         return {name: full(parameter.detach()).clone() for name, parameter in self.parameters.items()}
 
     def full_gradients(self) -> dict[str, Tensor]:

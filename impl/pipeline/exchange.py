@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,12 @@ MOST_UNDER_WAY = 4
 class Exchange:
     """Sends are started and waited for at the end of a step; receipts are started and waited for where the tensors are
     used. A rank announces shapes and dtypes of a stage's outputs to the next one once for micro-batches of the same
-    shapes."""
+    shapes, unless `like` says them, from those shapes, for every stage but the first."""
 
-    def __init__(self, group: dist.ProcessGroup, rank_of: dict[int, int]) -> None:
-        self.group, self.rank_of = group, rank_of
+    def __init__(
+        self, group: dist.ProcessGroup, rank_of: dict[int, int], like: Callable[[Shapes], Like] | None = None
+    ) -> None:
+        self.group, self.rank_of, self.like = group, rank_of, like
         self.under_way: list[tuple[Any, Tensor]] = []
         """Handles of sends, with what they send."""
         self.known: dict[tuple[int, Shapes], Like] = {}
@@ -38,6 +40,8 @@ class Exchange:
         self.leaving: dict[Action, Tensors] = {}
         self.arriving: dict[Action, tuple[Tensors, list[Any]]] = {}
         self.outputs_like: dict[tuple[int, int], Like] = {}
+        if self.like is not None:
+            self.known = {(stage, each): self.like(each) for each in shapes for stage in self.rank_of}
 
     def leave(self, action: Action, tensors: Tensors) -> None:
         """Give what the action has found to the neighbour: at once if it is on this rank, or to its send."""

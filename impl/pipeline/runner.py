@@ -3,7 +3,7 @@ needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from impl.pipeline.actions import Action, Kind, Plan, ranks_of_stages
 from impl.pipeline.deferred import Later, deferring, prepare
-from impl.pipeline.exchange import Exchange, Tensors
+from impl.pipeline.exchange import Exchange, Like, Shapes, Tensors
 from impl.pipeline.wrappers import accumulating, outermost_wrappers, reduce
 
 Build = Callable[[int, int], nn.Module]
@@ -22,7 +22,14 @@ Loss = Callable[[Any, Any], Tensor]
 class Runner:
     """See `impl.pipeline.Pipeline` for its contract."""
 
-    def __init__(self, plan: Plan, build: Build, group: dist.ProcessGroup, loss: Loss) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        build: Build,
+        group: dist.ProcessGroup,
+        loss: Loss,
+        like: Callable[[Shapes], Like] | None = None,
+    ) -> None:
         self.group, self.loss, self.actions = group, loss, plan[group.rank()]
         self.rank_of = ranks_of_stages(plan)
         self.stages = len(self.rank_of)
@@ -32,7 +39,7 @@ class Runner:
         for stage in {action.stage for action in self.actions if action.kind == Kind.WEIGHT}:
             prepare(self.modules[stage])
         self.wrappers = [wrapper for module in self.modules.values() for wrapper in outermost_wrappers(module)]
-        self.exchange = Exchange(group, self.rank_of)
+        self.exchange = Exchange(group, self.rank_of, like)
         self._does: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -44,15 +51,17 @@ class Runner:
             Kind.RECEIVE_BACKWARD: self.exchange.receive,
         }
 
-    def step(self, inputs: Sequence[Tensors], targets: Sequence[Any]) -> Tensor:
+    def step(
+        self, inputs: Sequence[Tensors], targets: Sequence[Any], named: Sequence[Mapping[str, Any]] = ()
+    ) -> Tensor:
         """Gradients of the sum of the micro-batches' losses are added to those of the stages; returns that sum, the
-        same on every rank."""
+        same on every rank. Every stage gets a micro-batch's `named` arguments, which each rank has."""
         if not len(inputs) == len(targets) == self.micro_batches:
             raise ValueError(
                 f"it was made for {self.micro_batches} micro-batches: these are {len(inputs)} inputs and "
                 f"{len(targets)} targets"
             )
-        self.inputs, self.targets = inputs, targets
+        self.inputs, self.targets, self.named = inputs, targets, named or [{}] * self.micro_batches
         self.kept: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
         """Inputs and outputs of forward passes, by stage and micro-batch, until their backward passes."""
         self.later: dict[tuple[int, int], Later] = {
@@ -64,7 +73,7 @@ class Runner:
         try:
             self._run()
         finally:  # nothing of a step is left but gradients
-            self.inputs = self.targets = ()
+            self.inputs = self.targets = self.named = ()
             self.kept.clear()
             self.later.clear()
         dist.all_reduce(self.total, group=self.group)
@@ -83,7 +92,7 @@ class Runner:
         stage, number = key = action.stage, action.micro_batch
         x = self.inputs[number] if stage == 0 else _as_inputs(self.exchange.arrived(action))
         with deferring(self.later.get(key)):
-            outputs = self.modules[stage](*x)
+            outputs = self.modules[stage](*x, **self.named[number])
         if stage == self.stages - 1:
             loss = self.loss(outputs, self.targets[number])
             self.total += loss.detach()
