@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,26 +15,17 @@ from impl.pipeline.accounting import WIDTH
 from impl.pipeline.actions import Action, Kind
 from impl.pipeline.cases import SleepingCase
 from impl.pipeline.contract import is_schedule, planned
-from impl.pipeline.runner import Runner
-from impl.pipeline.timing import UNITS
+from impl.pipeline.runner import Does, Runner
+from impl.pipeline.timing import UNITS, timeline
+from impl.pipeline.workload import Look, named, watched
 from shardmark.api import Implementation, Mark, Unsupported
 
 
-class Sleeping(Runner):
-    """A runner whose passes also sleep, `seconds` for each unit of time."""
-
-    def __init__(self, seconds: float, *args: Any) -> None:
-        super().__init__(*args)
-        seconds /= len(self.modules)
-        for kind, does in self._does.items():
-            if kind in UNITS:
-                self._does[kind] = partial(_slowly, does, UNITS[kind] * seconds)
-
-
-def _slowly(does: Callable[[Action], None], seconds: float, action: Action) -> None:
-    """The pass, which waits for what it needs and does next to nothing, and the time that it stands for."""
+def _slowly(unit: float, does: Does, action: Action) -> None:
+    """The action, which does next to nothing, and the time that it stands for."""
     does(action)
-    time.sleep(seconds)
+    if action.kind in UNITS:
+        time.sleep(UNITS[action.kind] * unit)
 
 
 def _build(device: str, stage: int, stages: int) -> nn.Module:
@@ -55,7 +46,10 @@ class SleepingStep:
         plan = planned(implementation.target, case.ranks, case.micro_batches)
         group = dist.group.WORLD
         assert group is not None
-        self.pipeline = Sleeping(case.unit_ms / 1e3, plan, partial(_build, device), group, _loss)
+        self.plan, self.case = plan, case
+        self.pipeline = Runner(plan, partial(_build, device), group, _loss, lambda shapes: [(shapes[0], torch.float32)])
+        self.unit = case.unit_ms / 1e3 / len(self.pipeline.modules)
+        self.pipeline.around = partial(_slowly, self.unit)
         self.inputs: Sequence[tuple[Tensor, ...]] = [(torch.ones(1, WIDTH, device=device),)] * case.micro_batches
 
     def prepare(self) -> None:
@@ -65,6 +59,19 @@ class SleepingStep:
         """Forward and backward passes of all micro-batches."""
         self.pipeline.step(self.inputs, [None] * len(self.inputs))
         mark("forward and backward")
+
+    def watched(self, look: Look) -> None:
+        """A step, each pass of which `look` carries out."""
+        self.pipeline.around = partial(watched, look, partial(_slowly, self.unit))
+        self.step(lambda part: None)
+        self.pipeline.around = partial(_slowly, self.unit)
+
+    def expected(self) -> list[list[tuple[str, str, float, float]]]:
+        """By the plan, where messages take no time: each rank's passes, as `watched` names them, from when to when."""
+        return [
+            [(*named(each.action), each.begin * self.unit, each.end * self.unit) for each in rank]
+            for rank in timeline(self.plan)
+        ]
 
 
 def computing_seconds(case: SleepingCase) -> float:

@@ -10,18 +10,20 @@ from dataclasses import replace
 
 import pytest
 
-from impl.mesh.accounting import tokens
-from impl.mesh.accounting import work as work_on_a_mesh
-from impl.mesh.cases import MeshCase
+from impl.mesh.accounting import tokens, work, work_of
+from impl.mesh.cases import SIZES, MeshCase
 from impl.mesh.workload import MeshStep
-from impl.pipeline.cases import CASES, SleepingCase
+from impl.pipeline.cases import CASES, DECODERS, DecoderCase, SleepingCase
 from impl.pipeline.contract import Facts
+from impl.pipeline.workload import PipelinedStep
 from perf.sleeping_stages import SleepingStep, computing_seconds
 from shardmark.api import Grid, Implementation, Mesh, Work
 from shardmark.plugin.measure import Measure
-from shardmark.report.answers import fastest, most
+from shardmark.report.answers import fastest, fastest_and_smallest, most
+from shardmark.report.plots import SPANS
 from shardmark.rows.columns import Column
-from shardmark.rows.observers import SentByAxis
+from shardmark.rows.observers import SentByAxis, Spans
+from shardmark.text import mib
 
 MEASURED = Column("bubble", lambda entry, row: f"{share:.3f}" if (share := row["work"].get("bubble")) else None)
 FORMULA = Column(
@@ -34,6 +36,7 @@ FORMULA = Column(
     short="bubbles",
     columns=["case", "implementation", "time ms", MEASURED, FORMULA],
     answer=fastest,
+    plots=[SPANS],
 )
 @pytest.mark.family("pipeline")
 @pytest.mark.cases(CASES)
@@ -48,7 +51,37 @@ def test_bubble(implementation: Implementation, case: SleepingCase, mesh: Mesh, 
         case,
         world_size=mesh.size,
         work=Work(),
+        observe=[Spans()],
         rates=lambda seconds: {"bubble": 1 - computing_seconds(case) / seconds, "bubble_by_formula": formula},
+    )
+
+
+BY_RANK = Column(
+    "tensors by rank MiB",
+    lambda entry, row: ", ".join(map(mib, peaks)) if (peaks := row["memory"].get("tensors_by_rank")) else None,
+)
+
+
+@pytest.mark.question(
+    "What do a pipeline's ranks hold, and what does zero bubble cost in memory?",
+    short="a pipeline's memory",
+    columns=["case", "implementation", "time ms", "ratio to peer", BY_RANK, "tensors MiB", "verdict"],
+    answer=fastest_and_smallest,
+)
+@pytest.mark.family("pipeline")
+@pytest.mark.cases(DECODERS)
+@pytest.mark.meshes("pp=4")
+@pytest.mark.benchmark(min_rounds=9)
+def test_training_step(implementation: Implementation, case: DecoderCase, mesh: Mesh, measure: Measure) -> None:
+    case = replace(case, ranks=mesh.size)
+    measure(
+        PipelinedStep,
+        implementation,
+        case,
+        world_size=mesh.size,
+        work=work_of(SIZES[case.model], case.micro_batches * case.rows * case.context, case.context),
+        observe=[Spans()],
+        slack=1.02,
     )
 
 
@@ -64,7 +97,10 @@ ROWS = Grid(
     "Is a pipeline faster than full sharding, on the same ranks and rows?",
     short="pipelines",
     columns=["case", "implementation", "time ms", "tokens/s", "sent by axis MiB", "tensors MiB", "verdict"],
-    answer=most(lambda entry: entry["extra_info"]["work"].get("tokens_per_second"), "{name} trains most tokens in a second, {value:,.0f}"),
+    answer=most(
+        lambda entry: entry["extra_info"]["work"].get("tokens_per_second"),
+        "{name} trains most tokens in a second, {value:,.0f}",
+    ),
 )
 @pytest.mark.family("mesh")
 @pytest.mark.cases(ROWS)
@@ -77,7 +113,7 @@ def test_beside_full_sharding(implementation: Implementation, case: MeshCase, me
         implementation,
         case,
         world_size=mesh.size,
-        work=work_on_a_mesh(case),
+        work=work(case),
         rates=lambda seconds: {"tokens_per_second": tokens(case) / seconds},
         slack=1.02,
         observe=[SentByAxis()],

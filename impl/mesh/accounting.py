@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from impl.mesh.cases import SIZES, MeshCase
+from impl.mesh.decoder import DecoderSize
 from shardmark.api import Mesh, OwnModelCase, Work
 
 
-def parameters(model: str) -> tuple[int, int]:
-    """Numbers of the decoder's parameters: of matrices that each token is multiplied with, and of all."""
-    size = SIZES[model]
+def parameters(size: DecoderSize) -> tuple[int, int]:
+    """Numbers of a decoder's parameters: of matrices that each token is multiplied with, and of all."""
     kv = size.dim // size.heads * size.kv_heads
     attention = 2 * size.dim**2 + 2 * size.dim * kv
     experts = max(1, size.experts)
@@ -29,7 +29,11 @@ def work(case: MeshCase | OwnModelCase) -> Work:
     if isinstance(case, OwnModelCase):
         own = case.work
         return Work(*(mesh.row_groups * each for each in (own.flops, own.bytes_moved)))
-    size = SIZES[case.model]
-    matrices, every = parameters(case.model)
-    flops = 6 * tokens(case) * (matrices + case.context * size.dim * size.layers)
+    return work_of(SIZES[case.model], tokens(case), case.context)
+
+
+def work_of(size: DecoderSize, tokens: int, context: int) -> Work:
+    """The work of a step of AdamW of one decoder, with rows of that context."""
+    matrices, every = parameters(size)
+    flops = 6 * tokens * (matrices + context * size.dim * size.layers)
     return Work(flops=flops, bytes_moved=40 * every, model_flops=flops)

@@ -50,7 +50,9 @@ def _cut_products(model: Decoder, tp: DeviceMesh) -> None:
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
             "output": ColwiseParallel(output_layouts=Replicate()),
         }
-        parallelize_module(model, tp, {name: each for name, each in plan.items() if _weight(getattr(model, name)) is not None})
+        parallelize_module(
+            model, tp, {name: each for name, each in plan.items() if _weight(getattr(model, name)) is not None}
+        )
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:

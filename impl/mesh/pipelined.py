@@ -26,7 +26,6 @@ from impl.pipeline.exchange import Like, Shapes
 from impl.pipeline.runner import Runner
 from shardmark.api import Race, Unsupported, register
 
-
 FOR_EACH_STAGE = 2
 """Micro-batches for each stage: those of a step are cut into as many, if they have the rows."""
 
@@ -145,6 +144,7 @@ register(
     "pipelined",
     partial(PipelinedTrainer, one_forward_one_backward, torch_parallel),
     time=Race("naive"),
+    ranks_alike=False,
     tested_briefly=True,
     called="a pipeline of PyTorch's FSDP2 and tensor parallelism",
 )

@@ -17,6 +17,7 @@ from impl.pipeline.schedules import gpipe, interleaved, one_forward_one_backward
 from impl.pipeline.zero_bubble import zero_bubble, zero_bubble_v
 from impl.pipeline.dualpipe import dualpipe_v
 from impl.pipeline.library import TorchPipeline
+
 # isort: on
 
 __all__ = [

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from impl.accounting.ledger import Bytes
 from impl.pipeline.cases import SleepingCase
 
 _FLOAT, _DOUBLE, WIDTH = 4, 8, 2
 
 
-def sleeping_peak(case: SleepingCase, device: str = "cpu") -> Bytes:
-    """An upper bound of a rank's bytes, for two stages of it, whose schedule holds every micro-batch."""
+def sleeping_peak(case: Any, device: str = "cpu") -> Bytes | None:
+    """An upper bound of a rank's bytes, for two stages of it, whose schedule holds every micro-batch. Real stages are
+    predicted: what they hold between their passes is in `impl.pipeline.held`."""
+    if not isinstance(case, SleepingCase):
+        return None
     stages, tensor = 2, WIDTH * _FLOAT
     passes = stages * case.micro_batches
     return Bytes(

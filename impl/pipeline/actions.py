@@ -30,6 +30,8 @@ class Kind(StrEnum):
 
 
 COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+NEEDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT)
+"""Kinds that need what another stage has found."""
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 GIVES_BACK = (Kind.BACKWARD, Kind.INPUT)
 """Kinds that find the gradient of the stage's input."""

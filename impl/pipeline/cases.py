@@ -32,6 +32,34 @@ class SleepingCase:
         return f"with {self.of_each} micro-batches for each of {self.ranks} ranks"
 
 
+@dataclass(frozen=True)
+class DecoderCase:
+    """A step of AdamW of a decoder of that size (`impl.mesh.cases`), cut into stages: `micro_batches` of `rows`
+    sequences of `context` tokens. The test sets `ranks`."""
+
+    model: str
+    micro_batches: int
+    rows: int
+    context: int
+    ranks: int = 0
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        ranks = f"-{self.ranks}ranks" if self.ranks else ""
+        return f"{self.model}-{self.micro_batches}x{self.rows}-s{self.context}-{self.dtype}{ranks}"
+
+    @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        return f"with the {self.model} decoder and {self.micro_batches} micro-batches on {self.ranks} ranks"
+
+
+DECODERS = Grid(
+    smoke=[DecoderCase("tiny-deep", micro_batches=8, rows=1, context=32)],
+    laptop=[DecoderCase("mini-deep", micro_batches=8, rows=2, context=64)],
+    paper=[DecoderCase("medium", micro_batches=8, rows=2, context=1024)],
+)
+
 CASES = Grid(
     smoke=[SleepingCase(2, 2.0)],
     laptop=[SleepingCase(2, 10.0)],

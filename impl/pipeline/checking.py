@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from impl.pipeline.actions import COMPUTES, SENDS, Action, Kind, Plan, ranks_of_stages
+from impl.pipeline.actions import COMPUTES, NEEDS, SENDS, Action, Kind, Plan, ranks_of_stages
 from impl.pipeline.messages import done_as, needed_by, receipt_for, receipt_of, send_of, with_messages
 
 
@@ -58,7 +58,7 @@ def _check_messages(plan: Plan) -> None:
     for action, (rank, index) in place.items():
         if action.kind in SENDS and receipt_of(action) not in place:
             raise ValueError(f"rank {rank} has {action}, which no rank receives as {receipt_of(action)}")
-        if action.kind not in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
+        if action.kind not in NEEDS:
             continue
         forward = action.kind == Kind.FORWARD
         source = action.stage - 1 if forward else action.stage + 1

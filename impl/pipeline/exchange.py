@@ -53,11 +53,15 @@ class Exchange:
             return
         self.arriving[receipt_of(send_of(action))] = tensors, []
 
-    def arrived(self, action: Action) -> Tensors:
-        """Tensors that the action needs, once they are there."""
-        tensors, handles = self.arriving.pop(receipt_for(action))
+    def wait_for(self, action: Action) -> None:
+        """Wait until the tensors are there that the action needs of another rank, if any."""
+        _, handles = self.arriving.get(receipt_for(action), ((), []))
         for handle in handles:
             handle.wait()
+
+    def arrived(self, action: Action) -> Tensors:
+        """Tensors that the action needs, which are there."""
+        tensors, _ = self.arriving.pop(receipt_for(action))
         return tensors
 
     def send(self, action: Action) -> None:

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.pipeline.actions import Action, Kind, Plan, ranks_of_stages
+from impl.pipeline.actions import NEEDS, Action, Kind, Plan, ranks_of_stages
 from impl.pipeline.deferred import Later, deferring, prepare
 from impl.pipeline.exchange import Exchange, Like, Shapes, Tensors
 from impl.pipeline.wrappers import accumulating, outermost_wrappers, reduce
 
 Build = Callable[[int, int], nn.Module]
 Loss = Callable[[Any, Any], Tensor]
+Does = Callable[[Action], None]
 
 
 class Runner:
@@ -40,7 +41,9 @@ class Runner:
             prepare(self.modules[stage])
         self.wrappers = [wrapper for module in self.modules.values() for wrapper in outermost_wrappers(module)]
         self.exchange = Exchange(group, self.rank_of, like)
-        self._does: dict[Kind, Callable[[Action], None]] = {
+        self.around: Callable[[Does, Action], None] = lambda does, action: does(action)
+        """Carries out an action, once it has what it needs: for those who look on."""
+        self._does: dict[Kind, Does] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._backward,
@@ -82,7 +85,9 @@ class Runner:
     def _run(self) -> None:
         with accumulating(self.wrappers):
             for action in self.actions:
-                self._does[action.kind](action)
+                if action.kind in NEEDS:
+                    self.exchange.wait_for(action)
+                self.around(self._does[action.kind], action)
         for wrapper in self.wrappers:
             reduce(wrapper)
         self.exchange.end()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from math import prod
 
 from impl.accounting.ledger import Bytes
+from impl.mesh.accounting import work_of
 from impl.mesh.decoder import DecoderSize
 from impl.tensor_parallel.cases import SIZES, TensorParallelCase
 from shardmark.api import Mesh, Work
@@ -103,9 +104,5 @@ def sent(case: TensorParallelCase, *, sliced: bool) -> Bytes:
 
 
 def work(case: TensorParallelCase) -> Work:
-    """6 FLOPs of each token and element of a matrix but the embedding's, and those of causal attention, over all
-    ranks."""
-    size = SIZES[case.model]
-    multiplied = sum(map(prod, matrices(size)[:-1]))
-    flops = 6 * tokens(case) * (multiplied + case.context * size.dim * size.layers)
-    return Work(flops=flops, bytes_moved=40 * sum(map(prod, matrices(size))), model_flops=flops)
+    """Of all ranks together: that of one decoder."""
+    return work_of(SIZES[case.model], tokens(case), case.context)

@@ -46,17 +46,18 @@ class Implementation:
 
     `target` is what the user calls (a function, a class, an object with methods), `time` the peer it is raced against.
     `memory` is the closed form of its peak in bytes for a case: an int; if it has `entries` (bytes by name), a failed
-    budget lists them. A formula that differs by device has a parameter `device`. An implementation without a formula,
-    such as PyTorch's own, is held to a simulated peak. `workspace(case, device)` is the bytes that operators allocate
-    and free beside the peak: a case needs room for them. The implementation runs where `requires` is met; its times and
-    bytes mean something only where `requires_to_measure` is met as well. Requirements are checked in turn, so the cheap
+    budget lists them. A formula that differs by device has a parameter `device`; it may return None for cases that it
+    does not cover. Without a formula, as PyTorch's own, an implementation is held to a simulated peak.
+    `workspace(case, device)` is the bytes that operators allocate and free beside the peak: a case needs room for them.
+    The implementation runs where `requires` is met; its times and bytes mean something only where `requires_to_measure`
+    is met as well. Requirements are checked in turn, so the cheap
     ones stand first. The target is None where it cannot be imported; a requirement then gives the reason.
     """
 
     family: str
     name: str
     target: Any
-    memory: Callable[..., int] | None = None
+    memory: Callable[..., int | None] | None = None
     workspace: Callable[[Any, str], int] = lambda case, device: 0
     time: Race | None = None
     requires: tuple[Requirement, ...] = ()
@@ -67,6 +68,8 @@ class Implementation:
     """Races beside the usual step's, by the name under which a question looks them up, such as "link"."""
     facts: Any = None
     """Facts that its family's questions use: an instance of the family's own class, `Facts` in its contract."""
+    ranks_alike: bool = True
+    """Whether every rank holds as many bytes; otherwise formulas are for the one that holds most."""
     tested_briefly: bool = False
     """Whether only the sweep tests it at large sizes and on more than two ranks: set for PyTorch's own implementations,
     which PyTorch tests, and for steps on the way to a faster technique."""
@@ -99,10 +102,12 @@ class Implementation:
         return next((reason for requirement in requirements if (reason := requirement(device))), None)
 
     def peak(self, case: Any, device: str) -> int:
-        """Bytes at the peak of the case on "cpu" or "cuda", by its formula; ValueError where it has none."""
-        if self.memory is None:
-            raise ValueError(f"{self.family}/{self} has no memory formula")
-        return self.memory(case, device=device) if "device" in parameters_of(self.memory) else self.memory(case)
+        """Bytes at the peak of the case on "cpu" or "cuda", by its formula; NoFormula where it has none."""
+        options = {"device": device} if self.memory is not None and "device" in parameters_of(self.memory) else {}
+        found = None if self.memory is None else self.memory(case, **options)
+        if found is None:
+            raise NoFormula(f"{self.family}/{self} has no memory formula")
+        return found
 
     def accepts(self, option: str) -> bool:
         """Whether the target has a parameter of that name; True where it could not be imported."""
@@ -114,6 +119,10 @@ class Implementation:
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled by name: ranks import the family's contract, whose package registers every implementation again.
         return _restore, (FAMILIES[self.family].contract.__module__, self.family, self.spec)
+
+
+class NoFormula(ValueError):
+    """An implementation has no memory formula, or none that covers the case."""
 
 
 @dataclass
@@ -128,7 +137,7 @@ class Family:
     contract: type
     reference: str
     check: Callable[[Any, str], None]
-    memory: Callable[..., int] | None = None
+    memory: Callable[..., int | None] | None = None
     time: Race | None = None
     facts: Any = None
     """The `facts` of a user's own target, and of each implementation that is registered without any."""
@@ -143,7 +152,7 @@ class Family:
     on_ranks: bool = False
     """Whether `workload` needs a process group."""
     ranks_alike: bool = True
-    """Whether every rank holds as many bytes; otherwise formulas are for the one that holds most."""
+    """`ranks_alike` of implementations that do not say otherwise."""
     zero_stage: int = 0
     """ZeRO's stage of its implementations: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     checkpoints: bool = False
@@ -185,7 +194,7 @@ def register(
     name: str,
     target: Any,
     *,
-    memory: Callable[..., int] | None = None,
+    memory: Callable[..., int | None] | None = None,
     workspace: Callable[[Any, str], int] = Implementation.workspace,
     time: Race | None = None,
     requires: tuple[Requirement, ...] = (),
@@ -193,6 +202,7 @@ def register(
     slack: float | None = None,
     races: Mapping[str, Race] | None = None,
     facts: Any = None,
+    ranks_alike: bool | None = None,
     tested_briefly: bool = False,
     predicted: bool = False,
     called: str = "",
@@ -215,6 +225,7 @@ def register(
         slack,
         races or {},
         owner.facts if facts is None else facts,
+        owner.ranks_alike if ranks_alike is None else ranks_alike,
         tested_briefly,
         predicted,
         called,
@@ -240,7 +251,14 @@ def resolve(family_name: str, spec: str) -> Implementation:
         )
     target, absolute = find(f"{family_name}={spec}", source, attribute)
     return Implementation(
-        family_name, attribute, target, owner.memory, time=owner.time, facts=owner.facts, spec=absolute
+        family_name,
+        attribute,
+        target,
+        owner.memory,
+        time=owner.time,
+        facts=owner.facts,
+        ranks_alike=owner.ranks_alike,
+        spec=absolute,
     )
 
 

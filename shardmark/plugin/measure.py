@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, TypeVar, cast
 
@@ -158,7 +159,8 @@ class Measure(Admission):
         return self._session.deadlines.measured
 
     def _predict(self, plan: Plan, work: Work, slack: float, observe: Sequence[Observer]) -> Row:
-        """Predict the case on the first rank; judge its memory and save its row. Predicted times are not judged."""
+        """Predict the case on the first rank; judge its memory and save its row. Predicted times are not judged. Where
+        ranks are not alike, memory is predicted on each, and no time, as they wait for one another."""
         __tracebackhide__ = True
         # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
         from shardmark.predict.simulation.chrome_trace import write_trace
@@ -171,7 +173,8 @@ class Measure(Admission):
         on = session.simulated.hardware
         observe = [observer for observer in observe if observer.of_memory]
         plan = replace(plan, observers=tuple(type(observer) for observer in observe))
-        ranks = [predict(plan, on=on)]
+        alike = plan.implementation.ranks_alike
+        ranks = [predict(plan, rank, on) for rank in range(1 if alike else plan.world_size)]
         memory = self._budget(plan, slack, [rank.memory for rank in ranks])
         row = new_row(replace(plan.identity, device=on.device, backend=ranks[0].backend), session.scale, None)
         of_cuda: MemoryPart = {}
@@ -189,7 +192,7 @@ class Measure(Admission):
         assert isinstance(session.worlds, SimulatedWorlds)
         here = session.worlds.machine
         step = ranks[0].steps.get(on.name) if here is None else here.step(plan)
-        if step is not None and step.seconds:  # a test may have no operators
+        if alike and step is not None and step.seconds:  # a test may have no operators
             theirs = predicted_peer(plan, on) if here is None else here.peer(plan)
             known = within(step, on) if here is None and not on.measured else None  # of times by data sheets
             row["time"] = predicted_time_entry(step, plan.peer, theirs, known)
@@ -208,7 +211,8 @@ class Measure(Admission):
         """The budget by the implementation's own formula, else by a prediction; None where there is neither."""
         session = self._session
         if session.model is None and plan.implementation.memory is not None:
-            return memory_budget(plan.implementation, plan.case, session.hardware.device, slack)
+            with suppress(registry.NoFormula):
+                return memory_budget(plan.implementation, plan.case, session.hardware.device, slack)
         if session.model is None and session.simulated:
             return None  # a prediction is no budget for itself; of a model it is, for the steps to come
         from shardmark.predict.memory_budget import predicted_budget  # as above
@@ -219,7 +223,9 @@ class Measure(Admission):
         try:
             with within(self.deadline):  # the step runs here, and not on a rank
                 if session.model is None:
-                    return predicted_budget(plan, session.hardware, slack, every_rank=False)
+                    return predicted_budget(
+                        plan, session.hardware, slack, every_rank=not plan.implementation.ranks_alike
+                    )
                 return predicted_budget(plan, session.hardware, slack, predicted)
         except Exception as error:
             if session.simulated and not isinstance(error, registry.Unsupported):
@@ -299,5 +305,5 @@ def memory_budget(implementation: Implementation, case: Any, device: str, slack:
         implementation.peak(case, device),
         slack,
         implementation.workspace(case, device),
-        alike=registry.family(implementation.family).ranks_alike,
+        alike=implementation.ranks_alike,
     )

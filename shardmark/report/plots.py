@@ -4,8 +4,8 @@
 
 A plot names where its figures are: "stats.median" in an entry of pytest-benchmark, "case.seq" in its row. It draws the
 rows that have them. The page shows a question's first plot, and the others on demand. Times beside the peer's, peak
-memory, the step's parts, and memory by kind and by stage are drawn without declaration, after the declared ones; a
-question that one of them answers names it first: `plots=[MEMORY]`.
+memory, the step's parts, what ranks do when, and memory by kind and by stage are drawn without declaration, after the
+declared ones; a question that one of them answers names it first: `plots=[MEMORY]`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Published:
     value: float
 
 
-AUTOMATIC = ("times", "memory", "parts", "kernels", "streams", "kinds", "stages")
+AUTOMATIC = ("times", "memory", "parts", "kernels", "streams", "spans", "kinds", "stages")
 """Plots that are drawn without declaration, in this order."""
 
 
@@ -90,7 +90,7 @@ class Automatic:
             raise ValueError(f"no plot is called {self.name!r}, only {', '.join(AUTOMATIC)}")
 
 
-TIMES, MEMORY, TIME_BY_PART, TIME_BY_KERNEL, STREAMS, MEMORY_BY_KIND, MEMORY_BY_STAGE = map(Automatic, AUTOMATIC)
+TIMES, MEMORY, TIME_BY_PART, TIME_BY_KERNEL, STREAMS, SPANS, MEMORY_BY_KIND, MEMORY_BY_STAGE = map(Automatic, AUTOMATIC)
 
 Plot = Lines | Points | Automatic
 KINDS: dict[str, type[Plot]] = {kind.__name__: kind for kind in (Lines, Points, Automatic)}

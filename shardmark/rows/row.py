@@ -264,6 +264,18 @@ class Kernels(TypedDict):
     attention: NotRequired[Annotated[dict[str, AttentionPart], "Parts of attention's forward; by AttentionProfile."]]
 
 
+class Span(TypedDict):
+    kind: Annotated[str, "What the rank does: forward, backward, ..."]
+    label: Annotated[str, "Which of them, such as the micro-batch."]
+    begin: Annotated[Seconds, "From the first beginning on any rank."]
+    end: Annotated[Seconds, "From the same moment."]
+
+
+class Spans(TypedDict):
+    measured: Annotated[list[list[Span]], "Of each rank, in one more step."]
+    expected: NotRequired[Annotated[list[list[Span]], "Of each rank, by the plan of the step."]]
+
+
 class Ref(TypedDict):
     name: Annotated[str, "Commit, branch or tag, as --against-ref names it."]
     commit: Annotated[str, "Its commit."]
@@ -293,6 +305,7 @@ class Row(TypedDict):
     counters: Annotated[Counters, "Figures without noise, of one more steady-state step under the profiler."]
     kernels: NotRequired[Annotated[Kernels, "Filled by Profile."]]
     losses: NotRequired[Annotated[list[float], "Loss of each step; filled by Losses."]]
+    spans: NotRequired[Annotated[Spans, "What each rank does when; filled by Spans."]]
     trace: NotRequired[Annotated[list[str], "Names of the row's files in --trace-dir."]]
     ref: NotRequired[Annotated[Ref, "The other version of --against-ref."]]
     verdict: Annotated[

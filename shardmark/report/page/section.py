@@ -12,6 +12,7 @@ from shardmark.report.page.figure import Absent, Anchors, Drawn
 from shardmark.report.page.lines import lines
 from shardmark.report.page.predicted import streams
 from shardmark.report.page.published import points
+from shardmark.report.page.spans import spans
 from shardmark.report.page.timelines import by_kind
 from shardmark.report.plots import AUTOMATIC, Automatic, Lines, Points, restored
 from shardmark.report.questions import KNOWN, OTHERS, column_named
@@ -88,6 +89,7 @@ def _drawn(
         "parts": lambda: time_by_part(entries, rows),
         "kernels": lambda: time_by_kernel(entries, rows),
         "streams": lambda: streams(entries),
+        "spans": lambda: spans(entries),
         "kinds": lambda: by_kind(entries, device_bytes),
     }
     declared = [restored(each) for each in question.get("plots", ())]

@@ -14,6 +14,7 @@ from shardmark.rows.observers.losses import Losses
 from shardmark.rows.observers.observer import Observer
 from shardmark.rows.observers.profile import Profile
 from shardmark.rows.observers.sent_by_axis import SentByAxis
+from shardmark.rows.observers.spans import Spans
 from shardmark.rows.observers.where_memory_goes import PeakByLength, Stages, Timeline, timeline_pass
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "PeakByLength",
     "Profile",
     "SentByAxis",
+    "Spans",
     "Stages",
     "Timeline",
     "timeline_pass",
