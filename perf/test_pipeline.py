@@ -80,6 +80,7 @@ def test_training_step(implementation: Implementation, case: DecoderCase, mesh: 
         case,
         world_size=mesh.size,
         work=work_of(SIZES[case.model], case.micro_batches * case.rows * case.context, case.context),
+        time=implementation.races.get("stages"),
         observe=[Spans()],
         slack=1.02,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,14 +29,16 @@ def accumulate_on_rank(implementation: Implementation, mesh: Mesh, device: str, 
     losses = [float(pipeline.step(*micro_batches(COUNT, 0, device, True))) for _ in range(steps)]
     parameters = named(pipeline.modules)
     found = {name: p.grad.cpu() / steps for name, p in parameters.items() if p.grad is not None}
-    return Trained(0, losses, found, {name: p.detach().cpu() for name, p in parameters.items()})
+    parameters_then = {name: p.detach().cpu() for name, p in parameters.items()}
+    return Trained(0, losses=losses, gradients=found, parameters=parameters_then)
 
 
 def of_one_step(stages: int, steps: int) -> Trained:
     """A step of one process, whose loss comes as many times."""
     one = in_one_process("plain", stages, COUNT, 1, True)
     parameters = named({stage: build("plain", "cpu", stage, stages) for stage in range(stages)})
-    return Trained(stages, one.losses * steps, one.gradients, {name: p.detach() for name, p in parameters.items()})
+    parameters_then = {name: p.detach() for name, p in parameters.items()}
+    return Trained(stages, losses=one.losses * steps, gradients=one.gradients, parameters=parameters_then)
 
 
 class Refused(Exception):
@@ -62,6 +66,25 @@ def _refusing(device: str, stage: int, stages: int) -> nn.Module:
 
 def refuse_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> None:
     pipeline = implementation.watched(partial(_refusing, device), group_of(mesh, device), COUNT, loss=loss)
+    pipeline.step(*micro_batches(COUNT, 0, device, True))
+
+
+class Dying(Refusing):
+    """A stage whose process ends when it is given a third micro-batch."""
+
+    def forward(self, *x: Any) -> Any:
+        self.taken += 1
+        if self.taken > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.whole(*x)
+
+
+def die_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> None:
+    def dying(stage: int, stages: int) -> nn.Module:
+        module = build("plain", device, stage, stages)
+        return Dying(module) if stage == stages - 1 else module
+
+    pipeline = implementation.watched(dying, group_of(mesh, device), COUNT, loss=loss)
     pipeline.step(*micro_batches(COUNT, 0, device, True))
 
 

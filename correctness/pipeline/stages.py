@@ -48,6 +48,14 @@ class Recomputed(Plain):
         return checkpoint(super().passed, x, use_reentrant=False)
 
 
+class Autocast(Plain):
+    """A stage whose products are of bfloat16, as is what it passes on; weights and their gradients are float32."""
+
+    def passed(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return super().passed(x)
+
+
 class Several(Plain):
     """A stage that returns three tensors: its values, those of the stage before, of which the next one uses the first
     column, and whole numbers."""
@@ -143,10 +151,14 @@ class Widened(nn.Module):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of stages, and the number of steps that it is trained for."""
+    """A kind of stages, the number of steps that it is trained for, and how near to one process it comes, relative to
+    the largest value of a tensor: of float64 alone, or where products are rounded as in one process, and added up in
+    another order."""
 
     of: type[Plain]
     steps: int = 3
+    dtype: torch.dtype = torch.float64
+    within: float = 1e-12
 
 
 KINDS = {
@@ -156,16 +168,17 @@ KINDS = {
     "tied": Kind(Tied),
     "frozen": Kind(Frozen),
     "recomputed": Kind(Recomputed),
+    "autocast": Kind(Autocast, dtype=torch.float32, within=1e-5),
     "subclass_of_linear": Kind(WithAnAdapter),
     "without_parameters": Kind(Bare),
 }
 
 
 def build(kind: str, device: str, stage: int, stages: int) -> nn.Module:
-    """A stage in float64, with the same weights on every rank."""
+    """A stage with the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(50 + stage)
-        module = KINDS[kind].of(stage, stages).double()
+        module = KINDS[kind].of(stage, stages).to(KINDS[kind].dtype)
         if isinstance(module, Tied) and stage == stages - 1:
             torch.manual_seed(50)
             module.head.weight.data.copy_(KINDS[kind].of(0, stages).double().embedding.weight.data)  # type: ignore[union-attr]
@@ -188,7 +201,8 @@ def micro_batches(
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the cross entropies of the targets that are not left out."""
+    """The sum of the cross entropies of the targets that are not left out, in float32 at least."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 

@@ -8,6 +8,7 @@ from correctness.pipeline.calls import (
     COUNT,
     accumulate_on_rank,
     complaints_of_memory,
+    die_on_rank,
     note_on_rank,
     of_one_step,
     refuse_on_rank,
@@ -41,6 +42,16 @@ def test_an_error_in_a_stage_is_raised_on_its_rank(
     """With its own traceback; no rank waits for ever."""
     with pytest.raises(RankError, match=r"Refused: the last stage takes no third micro-batch"):
         worlds(mesh.size).run(refuse_on_rank, implementation, mesh, device)
+
+
+@pytest.mark.family("pipeline")
+@pytest.mark.meshes("pp=2")
+def test_a_rank_that_dies_ends_the_step_of_all(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    """The other ranks do not wait for its messages."""
+    with pytest.raises(RankError, match=r"was killed by SIGKILL"):
+        worlds(mesh.size).run(die_on_rank, implementation, mesh, device)
 
 
 @pytest.mark.family("pipeline")

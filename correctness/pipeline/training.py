@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from correctness.pipeline.stages import Tied, build, builder, loss, micro_batches, passed
+from correctness.pipeline.stages import KINDS, Tied, build, builder, loss, micro_batches, passed
 from shardmark.api import Implementation, Mesh
 
-WITHIN = 1e-12
-"""Relative to the largest value of a tensor, in float64; later steps may differ a hundred times as much."""
+LATER = 100
+"""Times as much as at the first step may later ones differ."""
 OPTIONS = {"lr": 0.002, "momentum": 0.9}
 
 
@@ -26,6 +26,7 @@ class Trained:
     parameters after the last."""
 
     stages: int
+    within: float = KINDS["plain"].within
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -80,7 +81,7 @@ def in_one_process(kind: str, stages: int, count: int, steps: int, equal: bool) 
     last = modules[stages - 1]
     if isinstance(last, Tied):
         last.head.weight = modules[0].embedding.weight  # type: ignore[union-attr, assignment]
-    parameters, trained = named(modules), Trained(stages)
+    parameters, trained = named(modules), Trained(stages, KINDS[kind].within)
     optimizer = SGD({id(p): p for p in parameters.values() if p.requires_grad}.values(), **OPTIONS)
     for step in range(steps):
         optimizer.zero_grad()
@@ -113,12 +114,14 @@ def differences_on(rank: int, own: Trained, expected: Trained) -> Iterator[str]:
         elif right is not None and found is None:
             yield f"{name} on rank {rank} has no gradient"
         elif right is not None and found is not None:
-            yield from _difference(f"the gradient of {name} on rank {rank}", found, right, WITHIN)
+            yield from _difference(f"the gradient of {name} on rank {rank}", found, right, expected.within)
     for step, (returned, right_loss) in enumerate(zip(own.losses, expected.losses, strict=True)):
-        if not abs(returned - right_loss) <= (100 if step else 1) * WITHIN * abs(right_loss):
+        if not abs(returned - right_loss) <= (LATER if step else 1) * expected.within * abs(right_loss):
             yield f"the loss of step {step} on rank {rank} is {returned:.8g}, not {right_loss:.8g}"
     for name, found in own.parameters.items():
-        yield from _difference(f"{name} on rank {rank} at the end", found, expected.parameters[name], 100 * WITHIN)
+        yield from _difference(
+            f"{name} on rank {rank} at the end", found, expected.parameters[name], LATER * expected.within
+        )
 
 
 def _difference(what: str, found: Tensor, right: Tensor, within: float) -> Iterator[str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,6 +54,13 @@ def _layers_alone(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return stage
 
 
+def _mixed(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Compute in bfloat16, with weights, and gradients that are added up and reduced, in float32."""
+    return fully_shard(
+        stage.float(), mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    )
+
+
 def _tensor(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(stage, mesh["tp"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
 
@@ -62,6 +71,7 @@ WRAPS: dict[str, tuple[str, Wrap]] = {
     "fully_shard_root": ("pp=2,shard=2", _root),
     "fully_shard_nested": ("pp=2,shard=2", _nested),
     "fully_shard_layers_alone": ("pp=2,shard=2", _layers_alone),
+    "fully_shard_mixed": ("pp=2,shard=2", _mixed),
     "tensor": ("pp=2,tp=2", _tensor),
 }
 """The mesh, and how a stage is wrapped."""
@@ -91,8 +101,12 @@ def train_on_rank(implementation: Implementation, name: str, kind: str, device: 
 
 
 @cache
-def in_one_process(kind: str, stages: int, groups: int, own: int) -> Trained:
-    """The losses of that group, and the mean of all groups' gradients."""
+def in_one_process(name: str, kind: str, stages: int, own: int) -> Trained:
+    """The losses of that rank's group, and the mean of all groups' gradients."""
+    mesh = Mesh.parse(WRAPS[name][0])
+    if WRAPS[name][1] is _mixed:
+        return _in_bfloat16(kind, stages, mesh.row_groups, mesh.row_group(own))
+    groups, own = mesh.row_groups, mesh.row_group(own)
     modules = {stage: build(kind, "cpu", stage, stages) for stage in range(stages)}
     losses: list[float] = []
     for step in range(STEPS):
@@ -106,4 +120,24 @@ def in_one_process(kind: str, stages: int, groups: int, own: int) -> Trained:
             losses += [total.item()] if group == own else []
     parameters = named(modules)
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    return Trained(stages, losses, gradients, {name: p.detach() for name, p in parameters.items()})
+    found = {name: p.detach() for name, p in parameters.items()}
+    return Trained(stages, losses=losses, gradients=gradients, parameters=found)
+
+
+def _in_bfloat16(kind: str, stages: int, groups: int, own: int) -> Trained:
+    """Each micro-batch by a copy in bfloat16, whose gradients are added up in float32."""
+    modules = {stage: build(kind, "cpu", stage, stages).float() for stage in range(stages)}
+    parameters = {name: p.detach() for name, p in named(modules).items()}
+    found = Trained(stages, within=1e-5, parameters=parameters)
+    for step, group in product(range(STEPS), range(groups)):
+        total = 0.0
+        for x, y in zip(*micro_batches(COUNT, 10 * step + group, "cpu", True), strict=True):
+            narrow = {stage: copy.deepcopy(module).bfloat16() for stage, module in modules.items()}
+            one = loss(passed(list(narrow.values()), x), y)
+            one.backward()
+            total += one.item()
+            for name, p in named(narrow).items():
+                assert p.grad is not None
+                found.gradients[name] = found.gradients.get(name, torch.zeros(())) + p.grad.float() / groups
+        found.losses += [total] if group == own else []
+    return found

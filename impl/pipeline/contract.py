@@ -15,7 +15,7 @@ from impl.pipeline.accounting import sleeping_peak
 from impl.pipeline.actions import Action, Plan, plan_of
 from impl.pipeline.checking import checked
 from impl.pipeline.runner import Build, Loss, Runner, Tensors
-from shardmark.api import Family, Refusable, RegistryError, add_family, register
+from shardmark.api import Family, Race, Refusable, RegistryError, add_family, register
 
 Schedule = Callable[[int, int], Sequence[Sequence[str | Action]]]
 
@@ -137,6 +137,7 @@ FAMILY = add_family(
 )
 
 
-def register_schedule(name: str, schedule: Schedule, facts: Facts, **options: Any) -> None:
-    """Register a schedule with its facts."""
-    register("pipeline", name, schedule, facts=facts, memory=sleeping_peak, **options)
+def register_schedule(name: str, schedule: Schedule, facts: Facts, beside: str, **options: Any) -> None:
+    """Register a schedule with its facts; `beside` is the runner that steps of real stages are timed with."""
+    races = {"stages": Race(beside)}
+    register("pipeline", name, schedule, facts=facts, memory=sleeping_peak, races=races, **options)

@@ -62,8 +62,8 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     later, weight = Later.current, layer.weight
     if later is None or not (torch.is_grad_enabled() and weight.requires_grad) or _is_autocast(x):
         return linear(x, weight, layer.bias)
-    product = _Product.apply(x, weight, later)
-    return product if layer.bias is None else product + layer.bias
+    out: Tensor = _Product.apply(x, weight, layer.bias, later)
+    return out
 
 
 def _is_autocast(x: Tensor) -> bool:
@@ -73,17 +73,19 @@ def _is_autocast(x: Tensor) -> bool:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, later: Later) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # checkpointing would give a copy back, which has no gradient
         ctx.later = later
-        return linear(x, weight)
+        return linear(x, weight, bias)  # the bias added later would be rounded once more
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
         ctx.later.products.append((ctx.weight, x.detach(), gradient))
-        return gradient @ ctx.weight if ctx.needs_input_grad[0] else None, None, None
+        of_input = gradient @ ctx.weight if ctx.needs_input_grad[0] else None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return of_input, None, of_bias, None
 
 
 class Given(torch.autograd.Function):

@@ -83,6 +83,7 @@ register_schedule(
         bubble=lambda ranks, m: (ranks - 1) / (6 * m + ranks - 1),
         in_flight=lambda ranks, m: [2 * ranks + 1] * ranks,
     ),
+    beside="torch_dualpipe_v",
     tested_briefly=True,  # as `interleaved`
     called="DualPipeV",
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from impl.pipeline.actions import NEEDS, Action, Kind, Plan, ranks_of_stages
 from impl.pipeline.deferred import Later, deferring, prepare
 from impl.pipeline.exchange import Exchange, Like, Shapes, Tensors
-from impl.pipeline.wrappers import accumulating, outermost_wrappers, reduce
+from impl.pipeline.wrappers import accumulating, outermost_wrappers, reduce, widen
 
 Build = Callable[[int, int], nn.Module]
 Loss = Callable[[Any, Any], Tensor]
@@ -120,6 +120,8 @@ class Runner:
 
     def _weights(self, action: Action) -> None:
         self.later.pop((action.stage, action.micro_batch)).find()
+        for wrapper in self.wrappers:
+            widen(wrapper)
 
 
 def _as_inputs(arrived: Tensors) -> Tensors:

@@ -69,12 +69,14 @@ register_schedule(
     "gpipe",
     gpipe,
     Facts(bubble=bubble_of_alternating, in_flight=lambda ranks, m: [m] * ranks),
+    beside="torch_gpipe",
     called="GPipe",
 )
 register_schedule(
     "one_forward_one_backward",
     one_forward_one_backward,
     Facts(bubble=bubble_of_alternating, in_flight=lambda ranks, m: [min(m, ranks - rank) for rank in range(ranks)]),
+    beside="torch_1f1b",
     called="1F1B",
 )
 register_schedule(
@@ -87,6 +89,7 @@ register_schedule(
             for rank in range(ranks)
         ],
     ),
+    beside="torch_interleaved",
     tested_briefly=True,  # the runner is the same, and the plan is proven for any ranks
     called="interleaved 1F1B",
 )

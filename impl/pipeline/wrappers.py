@@ -40,9 +40,8 @@ def reduce(wrapper: Any) -> None:
     outside of its backward passes, so that it does not notice them."""
     if isinstance(wrapper, FSDPModule):
         state = fully_shard.state(wrapper)  # type: ignore[attr-defined]
-        for each in state._state_ctx.all_states:
-            for group in each._fsdp_param_groups:
-                group.post_backward()
+        for group in _groups(state):
+            group.post_backward()
         state._root_post_backward_final_callback()
         return
     if isinstance(wrapper, DistributedDataParallel):
@@ -50,6 +49,22 @@ def reduce(wrapper: Any) -> None:
     _add_zeros(wrapper)
     if hasattr(wrapper, "finish_gradient_synchronization"):
         wrapper.finish_gradient_synchronization()
+
+
+def widen(wrapper: Any) -> None:
+    """Add gradients that FSDP2 computes in a narrow dtype to those so far in the dtype in which it reduces them: it
+    does so after its own backward passes, and gradients of weights come outside of them."""
+    if isinstance(wrapper, FSDPModule):
+        for group in _groups(fully_shard.state(wrapper)):  # type: ignore[attr-defined]
+            for each in group.fsdp_params:
+                each.accumulate_unsharded_grad_if_needed()
+                each.to_accumulated_grad_if_needed()
+
+
+def _groups(state: Any) -> Iterator[Any]:
+    """FSDP2's groups of parameters, of a module and of those in it."""
+    for each in state._state_ctx.all_states:
+        yield from each._fsdp_param_groups
 
 
 def _add_zeros(module: nn.Module) -> None:

@@ -80,6 +80,7 @@ register_schedule(
         bubble=lambda ranks, m: (ranks - 1) / (3 * m + ranks - 1) if m >= ranks else None,
         in_flight=lambda ranks, m: [min(ranks, m)] * ranks,
     ),
+    beside="torch_interleaved_zero_bubble",
     called="zero bubble H1",
 )
 register_schedule(
@@ -89,5 +90,6 @@ register_schedule(
         bubble=lambda ranks, m: (ranks - 1) / (6 * m + ranks - 1) if m >= ranks and ranks in EXACT else None,
         in_flight=lambda ranks, m: [min(2 * ranks, 2 * m)] * ranks,
     ),
+    beside="torch_zero_bubble_v",
     called="zero bubble V",
 )

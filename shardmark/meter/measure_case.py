@@ -92,12 +92,12 @@ def _meter_and_time(plan: Plan) -> Measured:
 
 def _overstated(plan: Plan, peak: int) -> bool:
     """Whether a rank's peak exceeds the formula or the older row, or another rank's peak by more than a factor of
-    RANKS_ALIKE."""
+    RANKS_ALIKE where ranks are alike."""
     if plan.world_size == 1 or plan.memory is None:
         return False
     least, most = -_largest(plan, -peak), _largest(plan, peak)
     larger = plan.tensors_before is not None and most > plan.tensors_before
-    return larger or most > NEAR * plan.memory.formula or most > RANKS_ALIKE * least
+    return larger or most > NEAR * plan.memory.formula or (plan.memory.alike and most > RANKS_ALIKE * least)
 
 
 Steady = Callable[[Callable[[Mark], None], Mark], None]

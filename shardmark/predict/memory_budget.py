@@ -53,7 +53,8 @@ def predicted_budget(
     warmups = WARMUPS - 1 if peaks[rank][SECOND] <= peaks[rank][MEDIAN] else WARMUPS
     held = partial(predicted_at_peak, bare, on, rank, warmups)
     workspace = plan.implementation.workspace(plan.case, on.device)
-    return MemoryBudget(Predicted(_steady(peaks[rank]), held), slack, workspace, source="prediction")
+    alike = plan.implementation.ranks_alike
+    return MemoryBudget(Predicted(_steady(peaks[rank]), held), slack, workspace, source="prediction", alike=alike)
 
 
 @cache  # many implementations have the same peer

@@ -176,12 +176,10 @@ def _gathered(object_list: list[Any], obj: Any, group: Any = None) -> None:
     object_list[:] = [obj] * len(object_list)
 
 
-def _received(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
-    """`broadcast_object_list` where every rank has the same objects."""
-    if None in object_list:
-        raise Unsupported(
-            "broadcast_object_list: this rank receives what only another one knows, and that is not there"
-        )
+def _received(name: str, object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+    """`broadcast_object_list` and `recv_object_list` where every rank has the same objects."""
+    if name == "recv_object_list" or None in object_list:
+        raise Unsupported(f"{name}: this rank receives what only another one knows, and that is not there")
 
 
 @contextmanager
@@ -230,7 +228,8 @@ def one_rank_of(size: int, rank: int = 0, backend: str = "gloo", schedule: Sched
         patches.enter_context(patch.object(Work, "get_future", get_future))
         for module in (dist, c10d):
             patches.enter_context(patch.object(module, "all_gather_object", _gathered))
-            patches.enter_context(patch.object(module, "broadcast_object_list", _received))
+            for name in ("broadcast_object_list", "recv_object_list"):
+                patches.enter_context(patch.object(module, name, partial(_received, name)))
         patches.enter_context(patch.object(c10d, "_new_process_group_helper", partial(_without_ranks, backend)))
         # PyTorch names NCCL's version in errors of an NCCL group, and a build without CUDA has none.
         patches.enter_context(patch("torch.cuda.nccl.version", lambda: (0, 0, 0)))
