@@ -84,12 +84,21 @@ def test_no_gradient_is_left_of_any_number(
 
 def counted(step: int, rank: int, like: list[Tensor]) -> Gradients:
     """Numbers with many significant digits, cheap to make."""
-    return [(torch.arange(x.numel()) % 99_991 + 100 * rank + 0.37).to(x.dtype).view(x.shape) for x in like]
+    values = [(torch.arange(x.numel()) % 99_991 + 100 * rank + 0.37).to(x.dtype).view(x.shape) for x in like]
+    return [torch.empty_like(x).copy_(each) for x, each in zip(like, values, strict=True)]
 
 
-def test_gradients_of_large_parameters(implementation: Implementation, world: World, device: str) -> None:
-    """Parameters of odd sizes above 1 MiB."""
-    like = [torch.empty(n) for n in (7, 262_145, 100_003, 700_001)]
+LARGE = {
+    "in a line": [torch.empty(n) for n in (7, 262_145, 100_003, 700_001)],
+    "transposed": [torch.empty(521, 1031).T, torch.empty(7), torch.empty(257, 255).T],
+    "channels_last": [torch.empty(61, 67, 13, 11).to(memory_format=torch.channels_last), torch.empty(7)],
+}
+"""Of odd sizes, most above 1 MiB."""
+
+
+@pytest.mark.parametrize("layout", LARGE)
+def test_gradients_of_large_parameters(implementation: Implementation, world: World, layout: str, device: str) -> None:
+    like = LARGE[layout]
     assert_nothing_wrong(world.run(averages, implementation, like, device, counted, 1))
 
 
