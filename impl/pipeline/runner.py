@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from impl.distributed import full
 from impl.pipeline.actions import NEEDS, Action, Kind, Plan, ranks_of_stages
 from impl.pipeline.deferred import Later, deferring, prepare
 from impl.pipeline.exchange import Exchange, Like, Shapes, Tensors
@@ -100,7 +101,7 @@ class Runner:
             outputs = self.modules[stage](*x, **self.named[number])
         if stage == self.stages - 1:
             loss = self.loss(outputs, self.targets[number])
-            self.total += loss.detach()
+            self.total += full(loss.detach())  # under loss_parallel it is a DTensor
             self.kept[key] = x, (loss,)
             return
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)

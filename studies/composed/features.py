@@ -23,12 +23,23 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.mesh.decoder import Decoder, DecoderSize
+from impl.pipeline import is_schedule
 from impl.pipeline.library import STAGES_OF_A_RANK as SCHEDULES
+from shardmark.api import family
 
 LAYERS = 4
 """Two stages for each of two ranks of a pipeline."""
 
 CONTEXT = 12
+
+OURS = {
+    f"our {each.called}": each.target
+    for each in family("pipeline").implementations.values()
+    if is_schedule(each.target)
+}
+"""Schedules that the suite's own runner carries out."""
+OF_A_TRAINER = ("clip_grad_norm_", "tied")
+"""Features that reach over all stages, for which no runner is there: `impl.mesh.pipelined` has them."""
 
 AXES = {
     "ddp": ("dp",),
@@ -42,7 +53,7 @@ AXES = {
     "checkpoint": (),
     "accumulation": (),
     "tied": (),
-    **dict.fromkeys(SCHEDULES, ("pp",)),
+    **dict.fromkeys((*SCHEDULES, *OURS), ("pp",)),
 }
 """Axes that a feature lies on, each of two ranks."""
 ORDER = ("pp", "dp", "shard", "tp")
@@ -50,7 +61,7 @@ ORDER = ("pp", "dp", "shard", "tp")
 ALTERNATIVES = (
     ("ddp", "fully_shard", "fully_shard root", "HSDP"),
     ("tensor", "sequence", "loss_parallel"),
-    tuple(SCHEDULES),
+    (*SCHEDULES, *OURS),
 )
 """Features of which a model has one at most."""
 
@@ -69,7 +80,7 @@ class Composition:
     @property
     def schedule(self) -> str | None:
         """The pipeline's schedule, if it has one."""
-        return next((each for each in self.features if each in SCHEDULES), None)
+        return next((each for each in self.features if each in SCHEDULES or each in OURS), None)
 
     def __contains__(self, feature: str) -> bool:
         return feature in self.features
@@ -82,7 +93,8 @@ def compositions() -> Iterator[Composition]:
     """Each feature alone, and each pair that goes together."""
     yield from (Composition((each,)) for each in AXES)
     for pair in combinations(AXES, 2):
-        if not any(set(pair) <= set(each) for each in ALTERNATIVES):
+        ours = any(each in OURS for each in pair) and any(each in OF_A_TRAINER for each in pair)
+        if not ours and not any(set(pair) <= set(each) for each in ALTERNATIVES):
             yield Composition(pair)
 
 

@@ -19,13 +19,16 @@ from torch.nn.functional import cross_entropy
 
 from impl.distributed import full
 from impl.mesh.trainer import without_wrappers
+from impl.pipeline import planned, run
+from impl.pipeline.actions import ranks_of_stages
 from impl.pipeline.library import own_stages
 from shardmark.api import Mesh, Share
 from shardmark.ranks.world import RankError, World
-from studies.composed.features import CONTEXT, SCHEDULES, Composition, Stage, applied, whole_model
+from studies.composed.features import CONTEXT, OURS, SCHEDULES, Composition, Stage, applied, whole_model
 
 ROWS, VOCABULARY = 8, 48
 """Rows of each rank with rows of its own."""
+MICRO_BATCHES = ROWS // 2
 PASSES = 3
 MAX_NORM = 0.1
 WITHIN = 1e-12
@@ -71,8 +74,7 @@ def on_rank(composition: Composition, mesh: Mesh, device: str) -> tuple[dict[str
     on = mesh.device_mesh(device)
     whole = whole_model(composition, device)
     rank, ranks = (on.get_local_rank("pp"), on["pp"].size()) if composition.schedule else (0, 1)
-    stages = ranks * SCHEDULES.get(composition.schedule or "", 1)
-    indices = own_stages(composition.schedule, rank, ranks) if composition.schedule else [0]
+    indices, stages = _stages_of(composition.schedule, rank, ranks)
     made = [Stage(whole, index, stages) for index in indices]
     if composition.schedule is None and "tied" in composition:
         made[0].output.weight = made[0].tok_embeddings.weight  # type: ignore[union-attr, assignment]
@@ -97,6 +99,16 @@ def on_rank(composition: Composition, mesh: Mesh, device: str) -> tuple[dict[str
     return {name: full(p.grad.detach()).clone() for name, p in named if p.grad is not None}, norm
 
 
+def _stages_of(schedule: str | None, rank: int, ranks: int) -> tuple[list[int], int]:
+    """The rank's stages, and the number of all."""
+    if schedule is None:
+        return [0], 1
+    if schedule in SCHEDULES:
+        return own_stages(schedule, rank, ranks), ranks * SCHEDULES[schedule]
+    every = ranks_of_stages(planned(OURS[schedule], ranks, MICRO_BATCHES))
+    return [stage for stage, of in every.items() if of == rank], len(every)
+
+
 def _pipelined(
     schedule: str,
     modules: Sequence[nn.Module],
@@ -107,15 +119,22 @@ def _pipelined(
     scale: float,
 ) -> None:
     device, group = whole[0].device, mesh.get_group("pp")
+    tokens, targets = whole
+    if schedule in OURS:
+        own = dict(zip(indices, modules, strict=True))
+        pipeline = run(
+            OURS[schedule], lambda stage, _: own[stage], group, MICRO_BATCHES, loss=lambda x, y: loss_of(x, y) * scale
+        )
+        pipeline.step([(each,) for each in tokens.chunk(MICRO_BATCHES)], targets.chunk(MICRO_BATCHES))
+        return
     made = [PipelineStage(m, i, stages, device, group=group) for m, i in zip(modules, indices, strict=True)]
     kind = getattr(pipelining, f"Schedule{schedule}")
     running = kind(
         made if SCHEDULES[schedule] > 1 else made[0],
-        n_microbatches=ROWS // 2,
+        n_microbatches=MICRO_BATCHES,
         loss_fn=lambda logits, targets: loss_of(logits, targets) * scale,
         scale_grads=False,
     )
-    tokens, targets = whole
     running.step(*([tokens] if 0 in indices else []), **({"target": targets} if stages - 1 in indices else {}))
 
 

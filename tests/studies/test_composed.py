@@ -16,6 +16,7 @@ pytestmark = pytest.mark.sweep  # each composition has ranks of its own
         (("fully_shard",), "right", ""),
         (("ddp", "Interleaved1F1B"), "right", ""),
         (("ddp", "ZBVZeroBubble"), "wrong", "the gradient of layers."),
+        (("ddp", "our zero bubble V"), "right", ""),
         (("tensor", "clip_grad_norm_"), "refused", "got mixed torch.Tensor and DTensor"),
     ],
     ids=lambda value: "_x_".join(value) if isinstance(value, tuple) else None,
