@@ -93,7 +93,7 @@ LARGE = {
     "transposed": [torch.empty(521, 1031).T, torch.empty(7), torch.empty(257, 255).T],
     "channels_last": [torch.empty(61, 67, 13, 11).to(memory_format=torch.channels_last), torch.empty(7)],
 }
-"""Of odd sizes, most above 1 MiB."""
+"""Odd sizes, most above 1 MiB."""
 
 
 @pytest.mark.parametrize("layout", LARGE)

@@ -39,7 +39,7 @@ def test_a_rank_holds_the_bytes_of_the_formula_after_each_action(
 
 
 def test_zero_bubble_keeps_inputs_and_gradients_of_products_by_hand() -> None:
-    """Of one layer of the tiny decoder, for 32 tokens: 3 * 48 + 192 of inputs, and of gradients 3 * 48 + 2 * 24 + 2 *
+    """One layer of the tiny decoder, for 32 tokens: 3 * 48 + 192 of inputs, and of gradients 3 * 48 + 2 * 24 + 2 *
     192; and of the output's product 48 + 768."""
     plan = plan_of([["0F0", "0I0", "0W0"]])
     case = DecoderCase("tiny-deep", micro_batches=1, rows=2, context=16)

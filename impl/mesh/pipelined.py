@@ -146,5 +146,5 @@ register(
     time=Race("naive"),
     ranks_alike=False,
     tested_briefly=True,
-    called="a pipeline of PyTorch's FSDP2 and tensor parallelism",
+    called="a 1F1B pipeline",
 )

@@ -59,7 +59,7 @@ class OfStage:
 
     @property
     def boundary(self) -> int:
-        """Of what stages pass to one another."""
+        """A tensor that stages pass to one another."""
         return _FLOAT * self.tokens * self.size.dim
 
     @property

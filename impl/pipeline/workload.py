@@ -74,7 +74,7 @@ NAMES = {
 
 
 def named(action: Action) -> tuple[str, str]:
-    """What it does, and its notation: 0F1 is of stage 0 and micro-batch 1."""
+    """Its kind in words, and its notation: 0F1 is of stage 0 and micro-batch 1."""
     return NAMES[action.kind], str(action)
 
 

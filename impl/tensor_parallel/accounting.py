@@ -104,5 +104,5 @@ def sent(case: TensorParallelCase, *, sliced: bool) -> Bytes:
 
 
 def work(case: TensorParallelCase) -> Work:
-    """Of all ranks together: that of one decoder."""
+    """The work of all ranks together: that of one decoder."""
     return work_of(SIZES[case.model], tokens(case), case.context)

@@ -265,7 +265,7 @@ class Kernels(TypedDict):
 
 
 class Span(TypedDict):
-    kind: Annotated[str, "What the rank does: forward, backward, ..."]
+    kind: Annotated[str, "Forward, backward, ..."]
     label: Annotated[str, "Which of them, such as the micro-batch."]
     begin: Annotated[Seconds, "From the first beginning on any rank."]
     end: Annotated[Seconds, "From the same moment."]
@@ -305,7 +305,7 @@ class Row(TypedDict):
     counters: Annotated[Counters, "Figures without noise, of one more steady-state step under the profiler."]
     kernels: NotRequired[Annotated[Kernels, "Filled by Profile."]]
     losses: NotRequired[Annotated[list[float], "Loss of each step; filled by Losses."]]
-    spans: NotRequired[Annotated[Spans, "What each rank does when; filled by Spans."]]
+    spans: NotRequired[Annotated[Spans, "Times at which each rank does what; filled by Spans."]]
     trace: NotRequired[Annotated[list[str], "Names of the row's files in --trace-dir."]]
     ref: NotRequired[Annotated[Ref, "The other version of --against-ref."]]
     verdict: Annotated[

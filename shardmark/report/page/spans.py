@@ -1,4 +1,4 @@
-"""What each rank does when: a line for each rank, measured, and by the plan below it."""
+"""The times at which each rank does what: a line for each rank, measured, and by the plan below it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does when."""
+"""The times at which each rank does what."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ranks = list[list[Span]]
 
 
 class Spans(Observer):
-    """What each rank does when, in one more step, on the clock that the ranks of a machine share.
+    """The times at which each rank does what, in one more step, on the clock that the ranks of a machine share.
 
     The workload's `watched(look)` does a step and calls `look(kind, label, does)` for all that is to be seen, which
     calls `does()`. If it has `expected()`, that returns (kind, label, begin, end) of every rank, in seconds.
