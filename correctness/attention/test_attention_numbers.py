@@ -19,6 +19,8 @@ SDPA = {"sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"}
 EFFICIENT_IN_FLOAT32 = {"sdpa", "sdpa_efficient"}
 """Implementations that run the memory-efficient kernel for float32 on CUDA; flash and cuDNN refuse float32."""
 
+MASKS = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+
 WIDE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 
@@ -27,13 +29,16 @@ def _inputs(device: str, dtype: torch.dtype = torch.float32, length: int = 7) ->
 
 
 @WIDE
-def test_large_scores_do_not_overflow(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
+@MASKS
+def test_large_scores_do_not_overflow(
+    implementation: Implementation, is_causal: bool, dtype: torch.dtype, device: str
+) -> None:
     """Exponentials of large scores overflow unless the row's maximum is subtracted first."""
     q, k, v, grad = random_inputs((2, 150, 64), (2, 150, 64), dtype, device)
-    found = results(implementation.watched, [100 * q, 100 * k, v, grad], is_causal=True)
+    found = results(implementation.watched, [100 * q, 100 * k, v, grad], is_causal=is_causal)
     for name, x in found.items():
         assert x.isfinite().all(), f"{name} is not finite, with scores of up to {1e4 * 64**0.5:.0e}"
-    assert_as_accurate_as_eager(implementation.watched, [20 * q, 20 * k, v, grad], is_causal=True)
+    assert_as_accurate_as_eager(implementation.watched, [20 * q, 20 * k, v, grad], is_causal=is_causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -49,15 +54,17 @@ def test_sums_that_bfloat16_and_float16_lack_do_not_overflow(
 
 
 @WIDE
+@MASKS
 @pytest.mark.parametrize("added", [-1e5, -3000.0, 3000.0], ids=str)
 def test_what_is_added_to_every_score_changes_nothing(
-    implementation: Implementation, added: float, dtype: torch.dtype, device: str
+    implementation: Implementation, added: float, is_causal: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """Scores all far below zero: a running maximum that starts at zero would underflow every weight."""
+    """Scores all far below zero: a running maximum that starts at zero would underflow every weight. 70 keys fill no
+    tile to its end, where nothing but a causal mask may hide that padding is not left out."""
     inputs = random_inputs((2, 70, 16), (2, 70, 16), dtype, device)
     inputs[0][..., 0] = 100.0
     inputs[1][..., 0] = added * 16**0.5 / 100
-    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
+    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=is_causal)
 
 
 @WIDE
@@ -86,7 +93,7 @@ def test_a_nan_under_a_weight_that_rounds_to_zero_reaches_what_attends_to_it(
 
 
 @pytest.mark.parametrize("where", ["k", "v"])
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@MASKS
 def test_a_nan_in_k_or_v_reaches_what_attends_to_it(
     implementation: Implementation, is_causal: bool, where: str, device: str
 ) -> None:
@@ -103,7 +110,7 @@ NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 @pytest.mark.should("what is not finite reaches no more than in eager")
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("value", NOT_FINITE, ids=str)
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@MASKS
 def test_what_is_not_finite_reaches_what_it_concerns_and_no_more_than_in_eager(
     implementation: Implementation, is_causal: bool, value: float, where: str, device: str, record_property: Note
 ) -> None:
@@ -185,7 +192,7 @@ def test_autocast_does_not_change_the_result_of_float32_inputs_much(
         assert off <= tolerance * (1 + exact[name].abs().max().item()), f"under autocast to {to} {name} is off by {off}"
 
 
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@MASKS
 def test_the_weights_of_a_backward_pass_after_autocast_add_up_to_one(
     implementation: Implementation, is_causal: bool, device: str, record_property: Note
 ) -> None:

@@ -92,3 +92,19 @@ def zeros_as_keys_up_to_a_whole_block(q: Tensor, k: Tensor, v: Tensor, *, is_cau
     k_len = k.shape[-2]
     k, v = (pad(x, (0, 0, 0, -k_len % 64 if k_len > 64 else 0)) for x in (k, v))
     return eager_attention(q, k, v, is_causal=is_causal)
+
+
+@defect(cause="numerics", caught_by="test_what_is_added_to_every_score")
+class BackwardSeesPadding(Flash):
+    """Dao-AILab/flash-attention#334: backward does not hide the keys that fill the last tile. Their weights, exp(-lse),
+    overflow where all scores are far below zero, and infinity times their zeros is no number.
+    """
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        keys = k.shape[-2]
+        k, v = (pad(x, (0, 0, 0, -keys % 32)) for x in (k, v))
+        of_q, of_k, of_v = flash_backward(q, k, v, out, lse, grad, ctx.is_causal)
+        return of_q, of_k[..., :keys, :], of_v[..., :keys, :], None

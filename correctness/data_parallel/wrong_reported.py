@@ -193,3 +193,17 @@ class LosesASecondBackward(Overlapped):
         for handle, p, copy in zip(self.handles, self.order, self.__dict__.pop("copies"), strict=True):
             handle.wait()
             p.grad.copy_(copy / self.size)
+
+
+@defect(cause="gradients", caught_by="test_gradients_of_large_parameters")
+class ReducesACopyOfLargeOnes(Plain):
+    """NVIDIA/Megatron-LM#5337: reduces `gradient.contiguous()`, a copy where it was not contiguous, and goes on
+    with the gradient itself. Small ones are packed, and right.
+    """
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        large = [p for p in parameters if p.grad is not None and p.grad.nbytes >= 2**18]
+        super().average([p for p in parameters if p not in set(large)])
+        for p in large:
+            dist.all_reduce(p.grad.contiguous(), group=self.group)
+            p.grad.div_(self.size)

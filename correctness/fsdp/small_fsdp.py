@@ -98,10 +98,13 @@ class SmallFSDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(self.cast, (args, kwargs))
-        named = self.named_shards()
-        shards = list(dict.fromkeys(named.values()))
+        shards = list(dict.fromkeys(self.named_shards().values()))
         full = dict(zip(shards, Gather.apply(self, *shards), strict=True))
-        return functional_call(self.module, {name: full[p] for name, p in named.items()}, args, kwargs)
+        return functional_call(self.module, self.by_name(full), args, kwargs, tie_weights=False)  # each name is given
+
+    def by_name(self, full: dict[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+        """Full parameters by name, a tied one by each name, from those by shard."""
+        return {name: full[p] for name, p in self.named_shards().items()}
 
     def cast(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
@@ -130,7 +133,7 @@ class SmallFSDP(nn.Module):
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
         full = {p: self.gather(p, self.shapes[p], None) for p in self.module.parameters()}
-        return {name: full[p].clone() for name, p in self.named_shards().items()}
+        return {name: value.clone() for name, value in self.by_name(full).items()}
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -172,3 +172,24 @@ class TagsAtRandom(SmallFSDP):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         self.tag = random.getrandbits(32)
         super().__init__(module, **options)
+
+
+@defect(cause="state", caught_by="test_tied")
+class PadsTheSecondNameOnce(SmallFSDP):
+    """pytorch/pytorch#176076: where ranks do not divide a tied parameter, its second name is gathered from a padded
+    copy of the shard, which no update reaches.
+    """
+
+    def replace_parameters(self) -> None:
+        super().replace_parameters()
+        named, self.copies = self.named_shards(), {}
+        for name in named.keys() - dict(self.module.named_parameters()).keys():
+            if self.shapes[named[name]].numel() % self.ranks:
+                self.copies[name] = named[name].detach().clone()
+
+    def by_name(self, full: dict[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+        found = super().by_name(full)
+        for name in sorted(self.copies):
+            stale = self.gather(self.copies[name], found[name].shape, found[name].dtype)
+            found[name] = found[name] + (stale - found[name]).detach()
+        return found
