@@ -87,6 +87,35 @@ def test_gradients_under_autocast_are_bitwise_those_without(
     assert_same_bits(under_autocast(implementation.watched(transformer(device))), expected)
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["by two blocks", "by two forwards"])
+def test_under_autocast_gradients_of_a_weight_used_twice_add_up_as_without(
+    implementation: Implementation, shared: bool, tokens: Tensor, device: str
+) -> None:
+    """Autocast casts a weight once in a region, so that gradients of all its uses are added up in the narrow dtype;
+    a recomputation may cast it again, and add them up in the other."""
+
+    def made() -> nn.Module:
+        model = transformer(device)
+        first, last = (next(m for m in model.blocks[i].modules() if isinstance(m, nn.Linear)) for i in (0, -1))
+        if shared:
+            last.weight = first.weight
+        return model
+
+    def under_autocast(model: nn.Module) -> dict[str, Tensor | None]:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = model(tokens).float().square().mean()
+            if not shared:
+                loss = loss + model(tokens.flip(-1)).float().square().mean()
+        loss.backward()
+        return gradients_of(model)
+
+    found, expected = under_autocast(implementation.watched(made())), under_autocast(made())
+    for name, gradient in expected.items():
+        assert gradient is not None
+        off = torch.nan if (mine := found[name]) is None else (mine - gradient).abs().max() / gradient.abs().max()
+        assert off < torch.finfo(torch.bfloat16).eps, f"the gradient of {name} is off by {off:.2g} of its largest value"
+
+
 class Mixing(nn.Module):
     """Blocks that mix over time, of inputs (time, batch, width) whose memory is in another order, as views need it."""
 

@@ -142,12 +142,10 @@ def _forward(model: Model, history: History, each: Pass, leaves: dict[str, Tenso
         x = x[:3]
     with torch.autocast(device, enabled=False) if each.autocast and "disabled" in each.autocast else nullcontext():
         try:
-            # Without autocast's cache: PyTorch's selective checkpointing refuses to recompute in a region in which a
-            # forward before has cast the weights already.
             if each.no_grad_first:
-                with torch.no_grad(), torch.autocast(device, enabled=False):
+                with torch.no_grad():
                     model(x, *args, **kwargs)
-            if each.dropped_first and not each.autocast:
+            if each.dropped_first:
                 model(x, *args, **kwargs)
             return model(x, *args, **kwargs)
         except Exception as error:
@@ -200,9 +198,6 @@ def _problem(implementation: Implementation, history: History, device: str) -> P
     except Refused as error:
         raise Refused(f"blocks take no further arguments: {error}") from error
     except Exception as error:
-        if "not found in storage" in str(error) and history.blocks != "different":
-            message = "torch's selective checkpointing refuses weights that autocast has cast in a block before"
-            raise Refused(message) from error
         what = f"{type(error).__name__} with the policy, and none without: {error}"
         return Problem(len(history.events), what)
     for (number, name, mine), (_, same_name, theirs) in zip(found, expected, strict=False):

@@ -178,3 +178,13 @@ class NeedsAGradient(ByEach):
 
     def together(self, powers: list[Tensor], norm_type: float) -> Tensor:
         return super().together(powers, norm_type) if powers else torch.stack(powers)
+
+
+@defect(cause="numerics", caught_by="test_what_is_not_finite_is_seen_by_every_rank[PythonsLargest")
+class PythonsLargest(ByEach):
+    """pytorch/pytorch#53843: the norm of type infinity is Python's largest of the gradients' norms, which keeps what it
+    has where that is compared with NaN.
+    """
+
+    def together(self, powers: list[Tensor], norm_type: float) -> Tensor:
+        return max(powers) if powers and math.isinf(norm_type) else super().together(powers, norm_type)

@@ -44,6 +44,27 @@ def test_loading_changes_nothing_of_what_is_loaded(implementation: Implementatio
     assert not changed, f"load_state_dict changes what it is given: {changed}"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_loaded_state_is_the_saved_one_to_the_bit(
+    implementation: Implementation, dtype: torch.dtype, device: str
+) -> None:
+    """That of narrow parameters too, whose moments may be wider: torch's own `load_state_dict` casts state to the dtype of
+    its parameter."""
+    start = tensors(device, dtype)
+    first = implementation.watched(leaves(start))
+    second = implementation.watched(leaves(run(first, gradients(start, 3))))
+    second.load_state_dict(saved(first))
+    theirs = second.state_dict()["state"]
+    for i, state in saved(first)["state"].items():
+        for name, value in state.items():
+            was, now = torch.as_tensor(value), torch.as_tensor(theirs.get(i, {}).get(name, torch.nan))
+            same = was.dtype == now.dtype and torch.equal(was, now) if name != "step" else float(was) == float(now)
+            assert same, (
+                f"{name!r} of parameter {i}, which is {dtype}, was of {was.dtype} as saved and is of {now.dtype} once "
+                f"loaded: off by {(was.double() - now.double()).abs().max():.2g}, and at most {was.abs().max():.2g}"
+            )
+
+
 def test_loaded_hyperparameters_replace_its_own(implementation: Implementation, device: str) -> None:
     """Training goes on with the saved state and arguments, in a new optimizer with other arguments."""
     start = tensors(device)

@@ -57,3 +57,26 @@ class SquaresBeforeItSums(Simple):
             squares = torch.sparse_coo_tensor(grad._indices(), grad._values().square(), grad.shape).to_dense()
             self.state_of(p)["exp_avg_sq"].add_(squares - dense.square(), alpha=(1 - beta2) / beta2)
         super().update(p, dense, group)
+
+
+@defect(cause="state", caught_by="test_a_loaded_state_is_the_saved_one")
+class LoadsRoundedMoments(Simple):
+    """facebookresearch/fairscale#50: moments are float32, and torch's `load_state_dict` casts them to the parameters'
+    bfloat16; that they are made float32 again does not bring back what was lost.
+    """
+
+    def state_of(self, p: Tensor) -> State:
+        state = super().state_of(p)
+        wide = torch.promote_types(p.dtype, torch.float32)
+        state.update({name: state[name].to(wide) for name in ("exp_avg", "exp_avg_sq")})
+        return state
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        found = p.to(state["exp_avg"].dtype)
+        super().move(found, grad.to(found.dtype), state, group, t)
+        p.copy_(found)
+
+    def load_state_dict(self, state_dict: State) -> None:
+        super().load_state_dict(state_dict)
+        for p in self.state:
+            self.state_of(p)

@@ -15,6 +15,8 @@ Tensors = tuple[Tensor, ...]
 
 ROWS, CONTEXT, VOCABULARY, HIDDEN = 3, 4, 11, 8
 IGNORED = -100
+LARGE = 2**60
+"""Whole numbers near it are farther apart in float64."""
 
 
 def width(boundary: int) -> int:
@@ -58,18 +60,26 @@ class Autocast(Plain):
 
 class Several(Plain):
     """A stage that returns three tensors: its values, those of the stage before, of which the next one uses the first
-    column, and whole numbers."""
+    column, and whole numbers that no floating-point number equals."""
 
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__(stage, stages)
         self.last = stage == stages - 1
 
     def forward(self, x: Tensor, before: Tensor | None = None, numbers: Tensor | None = None) -> Any:
-        numbers = x if numbers is None else numbers
+        numbers = x + LARGE if numbers is None else numbers
         out = super().forward(x)
         if before is not None:
-            out = out * (1 + before[..., :1]) * (1 + 0.1 * numbers[..., None])
+            out = out * (1 + before[..., :1]) * (1 + 0.1 * (numbers - LARGE)[..., None])
         return out if self.last else (out, out.flip(-1), numbers)
+
+
+class Sometimes(Several):
+    """Uses the values of the stage before in some micro-batches alone, and not in the first."""
+
+    def forward(self, x: Tensor, before: Tensor | None = None, numbers: Tensor | None = None) -> Any:
+        numbers = x + LARGE if numbers is None else numbers
+        return super().forward(x, before if (numbers - LARGE).sum() % 2 else None, numbers)
 
 
 class Dropping(Plain):
@@ -129,6 +139,27 @@ class WithAnAdapter(Plain):
         self.outer = Adapted(HIDDEN, self.outer.out_features)
 
 
+class UsedTwice(Plain):
+    """A weight that a pass uses twice, the second time on what came of the first."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
+        self.again = nn.Linear(HIDDEN, HIDDEN)
+
+    def passed(self, x: Tensor) -> Tensor:
+        hidden = self.again(torch.tanh(self.inner(self.norm(x))))
+        return self.outer(torch.tanh(self.again(hidden)))
+
+
+class Hooked(Plain):
+    """A stage that halves the gradient of its input, by a hook on it."""
+
+    def forward(self, x: Tensor) -> Any:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / 2)
+        return super().forward(x)
+
+
 class Bare(Plain):
     """The second stage has no parameters."""
 
@@ -164,12 +195,15 @@ class Kind:
 KINDS = {
     "plain": Kind(Plain, steps=20),
     "several_outputs": Kind(Several),
+    "sometimes_unused_outputs": Kind(Sometimes),
     "dropout": Kind(Dropping),
     "tied": Kind(Tied),
     "frozen": Kind(Frozen),
     "recomputed": Kind(Recomputed),
     "autocast": Kind(Autocast, dtype=torch.float32, within=1e-5),
     "subclass_of_linear": Kind(WithAnAdapter),
+    "used_twice": Kind(UsedTwice),
+    "hook_on_its_input": Kind(Hooked),
     "without_parameters": Kind(Bare),
 }
 

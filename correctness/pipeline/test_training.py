@@ -7,9 +7,10 @@ import pytest
 from correctness.pipeline.stages import KINDS
 from correctness.pipeline.training import differences, in_one_process, train_on_rank
 from correctness.support.complaints import assert_none
-from shardmark.api import Implementation, Mesh
+from shardmark.api import Implementation, Mesh, family
 from shardmark.plugin import WorldsBySize
 
+PYTORCHS = tuple(name for name in family("pipeline").implementations if name.startswith("torch_"))
 LOSE_GRADIENTS = ("torch_interleaved_zero_bubble", "torch_zero_bubble_v", "torch_dualpipe_v")
 
 pytestmark = pytest.mark.family("pipeline")
@@ -28,6 +29,9 @@ def test_steps_are_those_of_one_process(
     """Losses, the gradients of the first step, and parameters after 20 steps or 3."""
     if kind == "frozen" and implementation.name in LOSE_GRADIENTS:
         why = "its stage behind a frozen one has no gradients: docs/pytorch-defects.md"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+    if kind == "hook_on_its_input" and implementation.name in PYTORCHS:
+        why = "hooks on what it receives pile up from step to step: docs/pytorch-defects.md"
         request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     count, steps = 8, KINDS[kind].steps
     ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, count, device, steps, True)

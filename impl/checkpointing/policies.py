@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from impl.checkpointing import accounting
 from impl.checkpointing.contract import Policy
+from impl.checkpointing.keeping import contexts
 from shardmark.api import Race, register
 
 
@@ -58,7 +59,7 @@ def recursive(model: nn.Module) -> nn.Module:
 def selective(model: nn.Module) -> nn.Module:
     """Save each block's input and the outputs of its matrix products and attention; recompute the rest."""
     for block in dict.fromkeys(_blocks(model)):
-        _checkpoint(block, context_fn=partial(create_selective_checkpoint_contexts, _save_products))
+        _checkpoint(block, context_fn=partial(contexts, _is_saved))
     return model
 
 
@@ -77,10 +78,9 @@ SAVED = frozenset(
 """Operators whose outputs `selective` saves: matrix products, and SDPA's fused kernels with their log-sum-exp."""
 
 
-def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # Inside an autograd.Function gradients are disabled. Products there are tiles, which nothing outside reads.
-    save = op in SAVED and torch.is_grad_enabled()
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+def _is_saved(operator: Any) -> bool:
+    """Inside an autograd.Function gradients are disabled. Products there are tiles, which nothing outside reads."""
+    return operator in SAVED and torch.is_grad_enabled()
 
 
 class _Checkpointed(nn.Module):

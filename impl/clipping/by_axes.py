@@ -39,6 +39,8 @@ def total_norm(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         # Parts that are not sharded along this axis are the same on its ranks, and stay as they are.
         of_axis = torch.tensor([group in groups for groups in shards], device=parts.device)
         sums = torch.where(of_axis, parts, 0)
+        if largest:  # the largest of numbers, by Gloo and by NCCL, may miss a NaN
+            sums.nan_to_num_(nan=math.inf, posinf=math.inf)
         dist.all_reduce(sums, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         parts = torch.where(of_axis, sums, parts)
     return parts.max() if largest else parts.sum() ** (1 / norm_type)

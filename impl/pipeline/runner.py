@@ -96,7 +96,7 @@ class Runner:
     def _forward(self, action: Action) -> None:
         """The loss is the last stage's output."""
         stage, number = key = action.stage, action.micro_batch
-        x = self.inputs[number] if stage == 0 else _as_inputs(self.exchange.arrived(action))
+        x = self.inputs[number] if stage == 0 else self._as_inputs(self.exchange.arrived(action))
         with deferring(self.later.get(key)):
             outputs = self.modules[stage](*x, **self.named[number])
         if stage == self.stages - 1:
@@ -124,7 +124,6 @@ class Runner:
         for wrapper in self.wrappers:
             widen(wrapper)
 
-
-def _as_inputs(arrived: Tensors) -> Tensors:
-    """Tensors of a graph of their own, whose gradients are to be sent back."""
-    return tuple(each.detach().requires_grad_(each.is_floating_point() or each.is_complex()) for each in arrived)
+    def _as_inputs(self, arrived: Tensors) -> Tensors:
+        """Tensors of a graph of their own, whose gradients are to be sent back."""
+        return tuple(each.detach().requires_grad_(each.is_floating_point() or each.is_complex()) for each in arrived)

@@ -1,0 +1,106 @@
+"""Defects of pipelines' runners as public trackers report: weights used twice, hooks on inputs, unused outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correctness.pipeline.wrong import Planted
+from correctness.support.planting import defect
+from impl.pipeline import zero_bubble
+from impl.pipeline.actions import Action
+from impl.pipeline.deferred import Later
+
+
+class _TwiceForEarlierUses(Later):
+    def find(self) -> None:
+        uses = [id(weight) for weight, _, _ in self.products]
+        self.products += [
+            use
+            for index, use in enumerate(self.products)
+            if id(use[0]) in uses[:index]  # backward meets the last first
+        ]
+        super().find()
+
+
+@defect(cause="gradients", caught_by="test_steps_are_those_of_one_process[CountsAnEarlierUseTwice-pp2-used_twice")
+class CountsAnEarlierUseTwice(Planted):
+    """pytorch/pytorch#180952: gradients of weights are found from where the weights are used, and a use that lies
+    behind another one of the same weight is gone through twice."""
+
+    schedule = staticmethod(zero_bubble)
+
+    def _forward(self, action: Action) -> None:
+        key = action.stage, action.micro_batch
+        if key in self.later:
+            self.later[key] = _TwiceForEarlierUses()
+        super()._forward(action)
+
+
+@defect(cause="state", caught_by="test_steps_are_those_of_one_process[KeepsItsInputs-pp2-hook_on_its_input")
+class KeepsItsInputs(Planted):
+    """pytorch/pytorch#185331: micro-batches of each step are received into the same tensors, whose hooks pile up."""
+
+    def _forward(self, action: Action) -> None:
+        kept: dict[Any, tuple[Tensor, ...]] = self.__dict__.setdefault("received", {})
+        key = action.stage, action.micro_batch
+        arrived = self.exchange.arrived
+
+        def into_the_same(action: Action) -> tuple[Tensor, ...]:
+            found = arrived(action)
+            like = [(each.shape, each.dtype) for each in found]
+            if key not in kept or [(each.shape, each.dtype) for each in kept[key]] != like:
+                kept[key] = tuple(each.detach().requires_grad_(each.is_floating_point()) for each in found)
+            with torch.no_grad():
+                for each, new in zip(kept[key], found, strict=True):
+                    each.copy_(new)
+                    each.grad = None
+            return kept[key]
+
+        self.exchange.arrived = into_the_same  # type: ignore[method-assign]
+        try:
+            super()._forward(action)
+        finally:
+            self.exchange.arrived = arrived  # type: ignore[method-assign]
+
+    def _as_inputs(self, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return arrived
+
+
+@defect(cause="gradients", caught_by="test_steps_are_those_of_one_process[TheFirstDecides-pp2-sometimes")
+class TheFirstDecides(Planted):
+    """pytorch/pytorch#152827: gradients are passed on of those tensors that the first micro-batch gave one."""
+
+    def _backward(self, action: Action) -> None:
+        used: dict[int, list[bool]] = self.__dict__.setdefault("used", {})
+        x, _ = self.kept[action.stage, action.micro_batch]
+        leave = self.exchange.leave
+
+        def as_the_first(action: Action, tensors: tuple[Tensor, ...]) -> None:
+            own = used.setdefault(action.stage, [each.grad is not None for each in x])
+            leave(action, tuple(t if has else torch.zeros_like(t) for t, has in zip(tensors, own, strict=True)))
+
+        self.exchange.leave = as_the_first  # type: ignore[method-assign]
+        try:
+            super()._backward(action)
+        finally:
+            self.exchange.leave = leave  # type: ignore[method-assign]
+
+
+@defect(cause="numerics", caught_by="test_steps_are_those_of_one_process[SendsWholeNumbersAsFloats-pp2-several")
+class SendsWholeNumbersAsFloats(Planted):
+    """deepspeedai/DeepSpeed#969: all that a stage returns goes in one message, of the dtype of its first tensor."""
+
+    def _forward(self, action: Action) -> None:
+        leave = self.exchange.leave
+
+        def in_one_dtype(action: Action, tensors: tuple[Tensor, ...]) -> None:
+            leave(action, tuple(each.to(tensors[0].dtype).to(each.dtype) for each in tensors))
+
+        self.exchange.leave = in_one_dtype  # type: ignore[method-assign]
+        try:
+            super()._forward(action)
+        finally:
+            self.exchange.leave = leave  # type: ignore[method-assign]
