@@ -48,7 +48,7 @@ def test_loading_changes_nothing_of_what_is_loaded(implementation: Implementatio
 def test_a_loaded_state_is_the_saved_one_to_the_bit(
     implementation: Implementation, dtype: torch.dtype, device: str
 ) -> None:
-    """That of narrow parameters too, whose moments may be wider: torch's own `load_state_dict` casts state to the dtype of
+    """Narrow parameters too, whose moments may be wider: torch's own `load_state_dict` casts state to the dtype of
     its parameter."""
     start = tensors(device, dtype)
     first = implementation.watched(leaves(start))
