@@ -20,7 +20,8 @@ from impl.collectives.accounting import (
     ring_meets_tree_bytes,
     tree_all_reduce_seconds,
 )
-from perf.scaling_part import GB, MESH, MODEL, Part
+from perf.part import Part
+from perf.scaling_part import GB, MESH, MODEL
 from perf.swiglu_answers import swiglu
 from shardmark.meter.hardware import hardware
 

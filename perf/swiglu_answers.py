@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from impl.accounting.mesh import Mesh
 from impl.collectives.accounting import all_reduce_bytes_sent, bytes_sent
-from perf.scaling_part import GB, MESH, MODEL, Part
+from perf.part import Part
+from perf.scaling_part import GB, MESH, MODEL
 
 GATED = replace(MODEL, linears=3, hidden_saved=4)
 """The feed-forward networks of Llama 3.1 405B."""

@@ -22,7 +22,8 @@ from impl.collectives.accounting import (
     tree_all_reduce_seconds,
 )
 from perf import scaling_answers
-from perf.scaling_part import MESH, MODEL, asks, least, saved_bytes
+from perf.part import asks
+from perf.scaling_part import MESH, MODEL, least, saved_bytes
 
 BLOCKS, D, F = 126, 16_384, 53_248
 C, W = 4.6e14, 1.8e11

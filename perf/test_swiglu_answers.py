@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from impl.accounting.feed_forward import FeedForwards
-from perf.scaling_part import MESH, asks, least, saved_bytes
+from perf.part import asks
+from perf.scaling_part import MESH, least, saved_bytes
 from perf.swiglu_answers import GATED, TOKENS, layouts, swiglu
 
 SWIGLU = asks(swiglu())
