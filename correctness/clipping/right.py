@@ -31,7 +31,7 @@ def clip_by_shares(parameters: Iterable[nn.Parameter], max_norm: float, norm_typ
             for dim, each in enumerate(gradient.placements):
                 copies //= 1 if isinstance(each, Replicate) else gradient.device_mesh.size(dim)
         if largest:
-            total = torch.cat([total[None], local.flatten()]).max()
+            total = torch.cat([total[None], local.flatten()]).max().nan_to_num(math.inf, math.inf)
         else:
             total = total + local.pow(norm_type).sum() / copies
     dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)

@@ -34,6 +34,8 @@ class ByEach:
         """The sum of absolute values to that power; of infinity, the largest."""
         total = self.own(gradient.to_local() if isinstance(gradient, DTensor) else gradient, norm_type)
         for group in self.groups(gradient):
+            if math.isinf(norm_type):  # Gloo's largest of numbers may miss a NaN
+                total.nan_to_num_(math.inf, math.inf)
             dist.all_reduce(total, self.operation(norm_type), group=group)
         return total
 

@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from correctness.support.planting import defect
 from impl.pipeline import gpipe, one_forward_one_backward, planned, zero_bubble, zero_bubble_v
 from impl.pipeline.actions import Action, Kind
+from impl.pipeline.messages import receipt_for
 from impl.pipeline.runner import Build, Loss, Runner, Tensors
 
 
@@ -128,15 +129,12 @@ class ReceivesIntoOneBuffer(Planted):
 class UsesBeforeItArrives(Planted):
     """Tensors are used without waiting for their receipt."""
 
-    def _forward(self, action: Action) -> None:
-        self._forget(action.as_kind(Kind.RECEIVE_FORWARD))
-        super()._forward(action)
-
-    def _forget(self, receipt: Action) -> None:
-        if receipt in self.exchange.arriving:
-            tensors, works = self.exchange.arriving[receipt]
-            self.__dict__.setdefault("unwaited", []).append(works)
-            self.exchange.arriving[receipt] = tensors, []
+    def _run(self) -> None:
+        unwaited, arriving = self.__dict__.setdefault("unwaited", []), self.exchange.arriving
+        self.exchange.wait_for = (  # type: ignore[method-assign]
+            lambda action: unwaited.append(arriving.get(receipt_for(action)))  # which lets no message be taken back
+        )
+        super()._run()
 
 
 @defect(cause="gradients", caught_by="test_steps_are_those_of_one_process[SendsTheFirstGradient-pp2-several")
