@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.pipeline.accounting import WIDTH
-from impl.pipeline.actions import Action, Kind
+from impl.pipeline.actions import Action, Kind, ranks_of_stages
 from impl.pipeline.cases import SleepingCase
 from impl.pipeline.contract import is_schedule, planned
 from impl.pipeline.runner import Does, Runner
 from impl.pipeline.timing import UNITS, timeline
-from impl.pipeline.workload import Look, named, watched
+from impl.pipeline.workload import Look, named, watching
 from shardmark.api import Implementation, Mark, Unsupported
 
 
@@ -46,10 +47,9 @@ class SleepingStep:
         plan = planned(implementation.target, case.ranks, case.micro_batches)
         group = dist.group.WORLD
         assert group is not None
-        self.plan, self.case = plan, case
+        self.plan, self.unit = plan, case.unit_ms / 1e3
         self.pipeline = Runner(plan, partial(_build, device), group, _loss, lambda shapes: [(shapes[0], torch.float32)])
-        self.unit = case.unit_ms / 1e3 / len(self.pipeline.modules)
-        self.pipeline.around = partial(_slowly, self.unit)
+        self.pipeline.around = partial(_slowly, self.unit / len(self.pipeline.modules))
         self.inputs: Sequence[tuple[Tensor, ...]] = [(torch.ones(1, WIDTH, device=device),)] * case.micro_batches
 
     def prepare(self) -> None:
@@ -62,15 +62,18 @@ class SleepingStep:
 
     def watched(self, look: Look) -> None:
         """A step, each pass of which `look` carries out."""
-        self.pipeline.around = partial(watched, look, partial(_slowly, self.unit))
-        self.step(lambda part: None)
-        self.pipeline.around = partial(_slowly, self.unit)
+        with watching(self.pipeline, look):
+            self.step(lambda part: None)
 
     def expected(self) -> list[list[tuple[str, str, float, float]]]:
-        """By the plan, where messages take no time: each rank's passes, as `watched` names them, from when to when."""
+        """By the plan, where messages take no time: each rank's passes, as `watched` names them, from when to when; of
+        schedules whose ranks have as many stages each."""
+        stages = Counter(ranks_of_stages(self.plan).values())
+        if len(set(stages.values())) > 1:
+            return []
+        unit = self.unit / stages[0]
         return [
-            [(*named(each.action), each.begin * self.unit, each.end * self.unit) for each in rank]
-            for rank in timeline(self.plan)
+            [(*named(each.action), each.begin * unit, each.end * unit) for each in rank] for rank in timeline(self.plan)
         ]
 
 

@@ -116,6 +116,43 @@ def test_under_autocast_gradients_of_a_weight_used_twice_add_up_as_without(
         assert off < torch.finfo(torch.bfloat16).eps, f"the gradient of {name} is off by {off:.2g} of its largest value"
 
 
+class InPlace(nn.Module):
+    """Blocks that change the outputs of their products in place, as residual sums do."""
+
+    class Block(nn.Module):
+        def __init__(self, bias: bool) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 8, bias=bias), nn.Linear(8, 8, bias=bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            h += x
+            h = self.down(h.sin())
+            h *= 0.5
+            return h + x
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InPlace.Block(bias) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8)], ids=["two dimensions", "three"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_outputs_of_products_may_be_changed_in_place(
+    implementation: Implementation, bias: bool, shape: tuple[int, ...], device: str
+) -> None:
+    """A policy that keeps them must keep what they were."""
+    torch.manual_seed(0)
+    plain = InPlace(bias).to(device)
+    model, x = implementation.watched(deepcopy(plain)), torch.randn(shape, device=device)
+    assert_same_bits(gradients(model, x), gradients(plain, x))
+
+
 class Mixing(nn.Module):
     """Blocks that mix over time, of inputs (time, batch, width) whose memory is in another order, as views need it."""
 

@@ -25,7 +25,7 @@ MESHES = (
     *("dp=2,tp=2", "dp=2,shard=2", "shard=2,tp=2", "dp=2,cp=2", "dp=2,shard=2,ep=2"),
     *("pp=2", "pp=2,dp=2", "pp=2,shard=2", "pp=2,tp=2"),
 )
-FEW = ("shard=2", "dp=2,tp=2", "dp=2,ep=2")
+FEW = ("shard=2", "dp=2,tp=2", "dp=2,ep=2", "pp=2")
 LARGE = ("dp=2,shard=3", "dp=2,shard=2,tp=2")
 
 

@@ -46,7 +46,7 @@ class Kind:
 
 KINDS = {
     "plain": Kind(steps=20),
-    "tied": Kind(DecoderSize(tied=True)),
+    "tied": Kind(DecoderSize(tied=True, layers=4)),  # two for each of two stages
     "experts": Kind(DecoderSize(experts=4)),
     "frozen_and_unused": Kind(
         of=WithASpare,

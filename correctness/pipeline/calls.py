@@ -79,12 +79,12 @@ class Dying(Refusing):
         return self.whole(*x)
 
 
-def die_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> None:
+def die_on_rank(mesh: Mesh, device: str) -> None:
     def dying(stage: int, stages: int) -> nn.Module:
         module = build("plain", device, stage, stages)
         return Dying(module) if stage == stages - 1 else module
 
-    pipeline = implementation.watched(dying, group_of(mesh, device), COUNT, loss=loss)
+    pipeline = run(gpipe, dying, group_of(mesh, device), COUNT, loss=loss)
     pipeline.step(*micro_batches(COUNT, 0, device, True))
 
 

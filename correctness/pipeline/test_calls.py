@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from correctness.pipeline.calls import (
     COUNT,
@@ -18,6 +20,7 @@ from correctness.pipeline.calls import (
 from correctness.pipeline.training import differences
 from correctness.support.complaints import assert_none
 from impl.pipeline import Facts
+from impl.pipeline.deferred import Later, deferring, prepare
 from shardmark.api import Implementation, Mesh
 from shardmark.plugin import WorldsBySize
 from shardmark.ranks.world import RankError
@@ -44,14 +47,28 @@ def test_an_error_in_a_stage_is_raised_on_its_rank(
         worlds(mesh.size).run(refuse_on_rank, implementation, mesh, device)
 
 
-@pytest.mark.family("pipeline")
 @pytest.mark.meshes("pp=2")
-def test_a_rank_that_dies_ends_the_step_of_all(
-    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
-) -> None:
-    """The other ranks do not wait for its messages."""
-    with pytest.raises(RankError, match=r"was killed by SIGKILL"):
-        worlds(mesh.size).run(die_on_rank, implementation, mesh, device)
+def test_a_rank_that_dies_in_a_step_is_named(mesh: Mesh, worlds: WorldsBySize, device: str) -> None:
+    """And the other one is told that its neighbour is gone, and waits no longer."""
+    with pytest.raises(RankError, match=r"rank 1 of 2 was killed by SIGKILL(.|\n)*rank 0 of 2 raised RuntimeError"):
+        worlds(mesh.size).run(die_on_rank, mesh, device)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)], ids=str)
+def test_a_layers_gradients_are_the_same_now_and_later(shape: tuple[int, ...], device: str) -> None:
+    """Of vectors too, and of the bias, which is not left for later."""
+    layer, x = nn.Linear(4, 5).double().to(device), torch.randn(shape, dtype=torch.float64, device=device)
+    layer(x).sin().sum().backward()
+    expected = [parameter.grad for parameter in layer.parameters()]
+    layer.zero_grad()
+    prepare(layer)
+    later = Later()
+    with deferring(later):
+        layer(x).sin().sum().backward()
+    assert layer.weight.grad is None
+    later.find()
+    for parameter, right in zip(layer.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, right, rtol=1e-14, atol=0)
 
 
 @pytest.mark.family("pipeline")

@@ -15,8 +15,8 @@ from torch.optim import SGD
 from correctness.pipeline.stages import KINDS, Tied, build, builder, loss, micro_batches, passed
 from shardmark.api import Implementation, Mesh
 
-LATER = 100
-"""Times as much as at the first step may later ones differ."""
+LATER = 1000
+"""Times as much as at the first step may later ones differ: roundings grow with steps, and with stages."""
 OPTIONS = {"lr": 0.002, "momentum": 0.9}
 
 

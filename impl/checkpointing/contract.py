@@ -19,8 +19,8 @@ class Policy(Protocol):
 
     Must:
 
-    - Outputs and gradients (of parameters, the input and further arguments) are bitwise those without checkpointing,
-      but for roundings of those of a parameter that is used several times, which may be added up in another order: by
+    - Outputs and gradients (of parameters, the input and further arguments) are bitwise those without checkpointing
+      (under autocast, those of a weight that several blocks or passes use may be rounded in another order): by
       `backward()`, with `inputs=` too, and by `torch.autograd.grad`; in any dtype, under autocast in any of its
       dtypes, whatever context backward runs in; in training and eval mode, and where submodules' modes differ; where
       the input or some parameters need no gradient; where several forwards come before their backwards, which

@@ -1,13 +1,13 @@
 """Selective checkpointing: a forward pass that keeps the outputs of some operators, and a recomputation that uses them.
 
 PyTorch's own counts the calls of every operator, and refuses a recomputation with one more, as where autocast had cast
-a weight before the block began (pytorch/pytorch#193338). This one counts those that it keeps. Compiled code is left to
-PyTorch's, whose compiler reads the policy.
+a weight before the block began (pytorch/pytorch#193338). This one counts those that it keeps, by operator and by the
+shapes and dtypes of its arguments. Compiled code is left to PyTorch's, whose compiler reads the policy.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,15 +20,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 Keeps = Callable[[Any], bool]
 """Whether an operator's outputs are kept."""
-Kept = deque[tuple[Any, list[int]]]
-"""Outputs in the order of the calls, with the versions of their tensors: how often each had been written to."""
+Kept = defaultdict[Any, deque[tuple[Any, list[int]]]]
+"""Outputs by call (`_call`), in their order, with the versions of their tensors: how often each had been written to."""
 
 
 def contexts(keeps: Keeps) -> tuple[Any, Any]:
     """The `context_fn` of `torch.utils.checkpoint.checkpoint`: contexts of the forward pass and its recomputation."""
     if torch.compiler.is_compiling():
         return create_selective_checkpoint_contexts(partial(_policy, keeps))
-    kept: Kept = deque()
+    kept: Kept = defaultdict(deque)
     return _Keeping(keeps, kept), _Using(keeps, kept)
 
 
@@ -44,23 +44,47 @@ class _Mode(TorchDispatchMode):
 
 class _Keeping(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self._copy_what_it_writes(func, args)
         out = func(*args, **(kwargs or {}))
         if self.keeps(func):
-            detached = tree_map_only(Tensor, Tensor.detach, out)
-            self.kept.append((detached, _versions(detached)))
+            # Below autograd a detached tensor would count versions of its own, and writes to the output be missed.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                detached = tree_map_only(Tensor, Tensor.detach, out)
+            self.kept[_call(func, args)].append((detached, _versions(detached)))
         return out
+
+    def _copy_what_it_writes(self, func: Any, args: Any) -> None:
+        """Copy kept outputs before the operator writes to them, as in `h = linear(x); h += x`. Of products of three
+        dimensions no version tells of it: what a linear layer returns is their memory and no view of them."""
+        pairs = zip(func._schema.arguments, args, strict=False)
+        written = {_memory(each) for argument, each in pairs if argument.is_write and isinstance(each, Tensor)}
+        for kept in self.kept.values():
+            for place, (out, _) in enumerate(kept):
+                if written & {_memory(each) for each in tree_leaves(out) if isinstance(each, Tensor)}:
+                    copy = tree_map_only(Tensor, Tensor.clone, out)
+                    kept[place] = copy, _versions(copy)
 
 
 class _Using(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.keeps(func):
             return func(*args, **(kwargs or {}))
-        if not self.kept:
+        kept = self.kept[_call(func, args)]
+        if not kept:
             raise RuntimeError(f"{func} is called once more than in forward: a second backward, or another program")
-        out, versions = self.kept.popleft()
+        out, versions = kept.popleft()
         if _versions(out) != versions:
             raise RuntimeError(f"an output of {func} was changed in place: it is kept for backward")
         return out
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _call(func: Any, args: Any) -> Any:
+    return func, *((each.shape, each.dtype) for each in tree_leaves(args) if isinstance(each, Tensor))
 
 
 def _versions(out: Any) -> list[int]:

@@ -35,6 +35,11 @@ class MeshCase:
         return f"{self.model}-b{self.batch}-s{self.context}-{self.dtype}{mesh}"
 
     @property
+    def ranks_alike(self) -> bool:
+        """Whether all ranks hold as much: stages of a pipeline do not."""
+        return "pp" not in self.mesh
+
+    @property
     def words(self) -> str:
         """The case as sentences have it."""
         return f"with the {self.model} decoder at {self.context:,} tokens on {self.mesh}"

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from impl.clipping import total_norm
 from impl.mesh.decoder import IGNORED, Batch, Decoder
 from impl.mesh.library import torch_parallel
-from impl.mesh.stages import EMBEDDINGS, OUTPUT, cut_to_stage
+from impl.mesh.stages import EMBEDDINGS, OUTPUT, cut_to_stage, passed_on
 from impl.mesh.trainer import MeshTrainer, Named
 from impl.pipeline import one_forward_one_backward, planned
+from impl.pipeline.actions import ranks_of_stages
 from impl.pipeline.contract import Schedule
-from impl.pipeline.exchange import Like, Shapes
 from impl.pipeline.runner import Runner
 from shardmark.api import Race, Unsupported, register
 
@@ -31,8 +31,12 @@ FOR_EACH_STAGE = 2
 
 
 class PipelinedTrainer(MeshTrainer):
-    """The suite's own step around a schedule with one stage a rank, whose stages `parallelize` is called with. See
-    `impl.mesh.Trainer` for its contract."""
+    """The suite's own step around a schedule with one stage a rank, whose stages `parallelize` is called with; they
+    pass on what the model's dtype is. See `impl.mesh.Trainer` for its contract.
+
+    Unsupported for a mesh without `pp`, for other models than `Decoder`, for fewer layers than stages, and for a
+    schedule with several stages a rank. It takes neither an objective nor a type of norm.
+    """
 
     def __init__(
         self,
@@ -52,9 +56,10 @@ class PipelinedTrainer(MeshTrainer):
         self._runners: dict[int, Runner] = {}
 
         def staged(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            """`parallelize` for the trainer, which has the whole model's names by then."""
             if not isinstance(model, Decoder):
                 raise Unsupported("it cuts the suite's decoder alone")
-            self._dim = model.size.dim
+            self._dim, self._dtype = model.size.dim, model.output.weight.dtype
             self._is_tied = model.output.weight is model.tok_embeddings.weight
             stage = cut_to_stage(model, self._stage, self._stages)
             others = tuple(name for name in names if name != "pp")
@@ -69,8 +74,11 @@ class PipelinedTrainer(MeshTrainer):
 
     def _run(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
         self._share = self._data_ranks / tokens.double()
-        pieces = math.ceil(FOR_EACH_STAGE * self._stages / len(batches))
-        batches = [piece for batch in batches for piece in zip(*(each.chunk(pieces) for each in batch), strict=True)]
+        batches = [
+            piece
+            for batch, pieces in zip(batches, self._pieces(batches), strict=True)
+            for piece in zip(*(each.tensor_split(pieces) for each in batch), strict=True)
+        ]
         total = self._runner(len(batches)).step(
             [(tokens,) for tokens, _, _ in batches],
             [targets for _, _, targets in batches],
@@ -80,17 +88,27 @@ class PipelinedTrainer(MeshTrainer):
             self._add_other_copy(self.parameters[EMBEDDINGS])
         return total / self._share
 
+    def _pieces(self, batches: Sequence[Batch]) -> list[int]:
+        """Number of pieces that each micro-batch is cut into: the same on every rank, as their stages communicate in
+        each pass, though some may have more rows."""
+        rows = torch.tensor([len(tokens) for tokens, _, _ in batches], device=batches[0][0].device)
+        for group in self._groups:
+            dist.all_reduce(rows, dist.ReduceOp.MIN, group=group)
+        wanted = math.ceil(FOR_EACH_STAGE * self._stages / len(batches))
+        return [max(1, min(wanted, each)) for each in rows.tolist()]
+
     def _runner(self, micro_batches: int) -> Runner:
         """The runner of the schedule for that number of micro-batches, which may change from step to step."""
         if micro_batches not in self._runners:
-            build = lambda stage, stages: self.model  # noqa: E731
             plan = planned(self._schedule, self._stages, micro_batches)
-            self._runners[micro_batches] = Runner(plan, build, self._group, self._loss, self._passed_on)
+            if len(ranks_of_stages(plan)) > self._stages:
+                raise Unsupported("it takes schedules with one stage a rank")
+            like = partial(passed_on, self._dim, self._dtype)
+            self._runners[micro_batches] = Runner(plan, self._build, self._group, self._loss, like)
         return self._runners[micro_batches]
 
-    def _passed_on(self, tokens: Shapes) -> Like:
-        """Shapes and dtypes between two stages, by that of the tokens."""
-        return [(torch.Size((*tokens[0], self._dim)), next(iter(self.parameters.values())).dtype)]
+    def _build(self, stage: int, stages: int) -> nn.Module:
+        return self.model
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The micro-batch's part of the step's loss; the data ranks' gradients are averaged."""
@@ -144,7 +162,5 @@ register(
     "pipelined",
     partial(PipelinedTrainer, one_forward_one_backward, torch_parallel),
     time=Race("naive"),
-    ranks_alike=False,
-    tested_briefly=True,
     called="a 1F1B pipeline",
 )

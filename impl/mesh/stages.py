@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,11 @@ def cut_to_stage(model: Decoder, stage: int, stages: int) -> Decoder:
         if name != "layers" and stage != belongs:
             setattr(model, name, nn.Identity())
     return model
+
+
+def passed_on(dim: int, dtype: torch.dtype, inputs: Sequence[torch.Size]) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of the tensor between two stages, by the shape of the first input: tokens (rows, context)."""
+    return [(torch.Size((*inputs[0], dim)), dtype)]
 
 
 class DecoderStage(nn.Module):

@@ -51,7 +51,7 @@ class DecoderCase:
     @property
     def words(self) -> str:
         """The case as sentences have it."""
-        return f"with the {self.model} decoder and {self.micro_batches} micro-batches on {self.ranks} ranks"
+        return f"with the {self.model} decoder and {self.micro_batches} micro-batches"
 
 
 DECODERS = Grid(

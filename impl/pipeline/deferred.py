@@ -84,7 +84,7 @@ class _Product(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         ctx.later.products.append((ctx.weight, x.detach(), gradient))
         of_input = gradient @ ctx.weight if ctx.needs_input_grad[0] else None
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return of_input, None, of_bias, None
 
 

@@ -74,10 +74,10 @@ class Exchange:
                 dist.send_object_list([like], group=self.group, group_dst=to)
                 self.known[key] = like
             if self.known[key] != like:
-                raise ValueError(
-                    f"stage {action.stage} returned {_described(like)} for micro-batch {action.micro_batch}, and "
-                    f"{_described(self.known[key])} for an earlier one of the same shapes"
-                )
+                known = _described(self.known[key])
+                expected = f"{known} for an earlier one of the same shapes" if self.like is None else f"not {known}"
+                found = f"{_described(like)} for micro-batch {action.micro_batch}"
+                raise ValueError(f"stage {action.stage} returned {found}, and {expected}")
         for tensor in tensors:
             tensor = tensor.contiguous()
             self.under_way.append((dist.isend(tensor, group=self.group, group_dst=to), tensor))

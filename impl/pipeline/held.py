@@ -24,10 +24,13 @@ _FLOAT, _DOUBLE, _INDEX = 4, 8, 8
 
 
 class OfStage:
-    """Bytes of one stage of a case: of its parameters, and of what one micro-batch leaves."""
+    """Bytes of one stage of a case: of its parameters, and of what one micro-batch leaves. ValueError for experts, tied
+    embeddings, fused products, and other dtypes than float32."""
 
     def __init__(self, case: DecoderCase, stage: int, stages: int) -> None:
         self.size, self.tokens = SIZES[case.model], case.rows * case.context
+        if self.size.experts or self.size.tied or self.size.fused or case.dtype != "float32":
+            raise ValueError(f"no closed form: {case} is not of plain layers in float32")
         self.layers = len(layers_of(stage, stages, self.size.layers))
         self.first, self.last = stage == 0, stage == stages - 1
         self.kv = self.size.dim // self.size.heads * self.size.kv_heads

@@ -43,7 +43,7 @@ class Runner:
         self.wrappers = [wrapper for module in self.modules.values() for wrapper in outermost_wrappers(module)]
         self.exchange = Exchange(group, self.rank_of, like)
         self.around: Callable[[Does, Action], None] = lambda does, action: does(action)
-        """Carries out an action, once it has what it needs: for those who look on."""
+        """Carries out an action, once it has what it needs. Meters and timelines put themselves around it."""
         self._does: dict[Kind, Does] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,

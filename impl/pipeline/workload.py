@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,12 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
 from impl.mesh.cases import SIZES
-from impl.mesh.stages import DecoderStage
+from impl.mesh.stages import DecoderStage, passed_on
 from impl.pipeline.actions import Action, Kind
 from impl.pipeline.cases import DecoderCase
 from impl.pipeline.contract import Pipeline
-from impl.pipeline.exchange import Like, Shapes
 from impl.pipeline.runner import Does, Runner
-from shardmark.api import Implementation, Mark
+from shardmark.api import Implementation, Mark, Unsupported
 
 Look = Callable[[str, str, Callable[[], None]], None]
 """Called with what a rank does, a label, and the function that does it, which it calls."""
@@ -31,13 +31,15 @@ class PipelinedStep:
     def __init__(self, implementation: Implementation, case: DecoderCase, device: str) -> None:
         self.backend = dist.get_backend()
         size = SIZES[case.model]
+        if case.dtype != "float32":
+            raise Unsupported("its stages are in float32")
         group = dist.group.WORLD
         assert group is not None
         self.pipeline: Pipeline = implementation.adapted(
             partial(_built, case, device), group, case.micro_batches, loss=loss_of
         )
         if isinstance(self.pipeline, Runner):  # shapes are known, so that nothing need be announced
-            self.pipeline.exchange.like = partial(_passed_on, size.dim)
+            self.pipeline.exchange.like = partial(passed_on, size.dim, torch.float32)
         parameters = [parameter for stage in self.pipeline.modules.values() for parameter in stage.parameters()]
         self.optimizer = AdamW(parameters, fused=True)
         random = torch.Generator(device).manual_seed(0)
@@ -60,9 +62,8 @@ class PipelinedStep:
     def watched(self, look: Look) -> None:
         """The passes of a step, each of which `look` carries out; none of a runner that is not the suite's."""
         if isinstance(self.pipeline, Runner):
-            plain, self.pipeline.around = self.pipeline.around, partial(watched, look, self.pipeline.around)
-            self.step(lambda part: None)
-            self.pipeline.around = plain
+            with watching(self.pipeline, look):
+                self.step(lambda part: None)
 
 
 NAMES = {
@@ -78,23 +79,28 @@ def named(action: Action) -> tuple[str, str]:
     return NAMES[action.kind], str(action)
 
 
-def watched(look: Look, around: Callable[[Does, Action], None], does: Does, action: Action) -> None:
-    """Have `look` carry out a pass; messages are carried out unseen."""
-    if action.kind in NAMES:
-        look(*named(action), partial(around, does, action))
-    else:
-        around(does, action)
+@contextmanager
+def watching(runner: Runner, look: Look) -> Iterator[None]:
+    """In the block `look` carries out each pass; messages are carried out unseen."""
+    around = runner.around
+
+    def watched(does: Does, action: Action) -> None:
+        if action.kind in NAMES:
+            look(*named(action), partial(around, does, action))
+        else:
+            around(does, action)
+
+    runner.around = watched
+    try:
+        yield
+    finally:
+        runner.around = around
 
 
 def _built(case: DecoderCase, device: str, stage: int, stages: int) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(device):
         return DecoderStage(SIZES[case.model], stage, stages)
-
-
-def _passed_on(dim: int, tokens: Shapes) -> Like:
-    """Shapes and dtypes between two stages, by that of the tokens."""
-    return [(torch.Size((*tokens[0], dim)), torch.float32)]
 
 
 def loss_of(logits: Any, targets: Tensor) -> Tensor:

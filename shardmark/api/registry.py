@@ -68,8 +68,6 @@ class Implementation:
     """Races beside the usual step's, by the name under which a question looks them up, such as "link"."""
     facts: Any = None
     """Facts that its family's questions use: an instance of the family's own class, `Facts` in its contract."""
-    ranks_alike: bool = True
-    """Whether every rank holds as many bytes; otherwise formulas are for the one that holds most."""
     tested_briefly: bool = False
     """Whether only the sweep tests it at large sizes and on more than two ranks: set for PyTorch's own implementations,
     which PyTorch tests, and for steps on the way to a faster technique."""
@@ -121,6 +119,11 @@ class Implementation:
         return _restore, (FAMILIES[self.family].contract.__module__, self.family, self.spec)
 
 
+def ranks_alike(implementation: Implementation, case: Any) -> bool:
+    """Whether every rank holds as many bytes in that case."""
+    return FAMILIES[implementation.family].ranks_alike and getattr(case, "ranks_alike", True)
+
+
 class NoFormula(ValueError):
     """An implementation has no memory formula, or none that covers the case."""
 
@@ -152,7 +155,8 @@ class Family:
     on_ranks: bool = False
     """Whether `workload` needs a process group."""
     ranks_alike: bool = True
-    """`ranks_alike` of implementations that do not say otherwise."""
+    """Whether every rank holds as many bytes; otherwise formulas are for the one that holds most. A case of which they
+    do not has `ranks_alike = False` itself."""
     zero_stage: int = 0
     """ZeRO's stage of its implementations: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     checkpoints: bool = False
@@ -202,7 +206,6 @@ def register(
     slack: float | None = None,
     races: Mapping[str, Race] | None = None,
     facts: Any = None,
-    ranks_alike: bool | None = None,
     tested_briefly: bool = False,
     predicted: bool = False,
     called: str = "",
@@ -225,7 +228,6 @@ def register(
         slack,
         races or {},
         owner.facts if facts is None else facts,
-        owner.ranks_alike if ranks_alike is None else ranks_alike,
         tested_briefly,
         predicted,
         called,
@@ -257,7 +259,6 @@ def resolve(family_name: str, spec: str) -> Implementation:
         owner.memory,
         time=owner.time,
         facts=owner.facts,
-        ranks_alike=owner.ranks_alike,
         spec=absolute,
     )
 

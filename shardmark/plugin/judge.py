@@ -43,6 +43,7 @@ TARGET, PLACE, NOTES, SHOULD = "target", "place", "calls", "should"
 and the text of its mark `should`."""
 CRASHED = "???"
 """The phase in pytest-xdist's report of a test that ended its worker's process."""
+ENDS = "it ends the process that it runs in, as abort() or a segmentation fault does"
 EXIT_NOT_JUDGED = 6
 """Exit status of a run that passes and leaves a target not judged; pytest's own are 0 to 5."""
 WIDTH = 100
@@ -64,7 +65,8 @@ class Judge:
             self.guard.watch(each.target)
         self.of_workers: set[str] = set()
         """Tests that pytest-xdist's workers have collected."""
-        self.reported: set[str] = set()
+        self.begun: dict[str, dict[str, Any]] = {}
+        """Properties of the tests of which a report has come, by their ids."""
         self.on_ranks: set[str | None] = set()
         """Targets of which some checks run on ranks."""
 
@@ -158,17 +160,17 @@ class Judge:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count each check once: when it is called, or when its setup or teardown does not pass; or when it ends its
         worker's process, of which pytest-xdist makes a report."""
-        self.reported.add(report.nodeid)
         properties: dict[str, Any] = dict(report.user_properties)
-        if report.when == CRASHED and (label := self._named_in(report.nodeid)):
-            properties = {TARGET: label, PLACE: -1, SHOULD: None}
-            report.user_properties.append((TARGET, label))
-            report.longrepr = "it ends the process that it runs in, as abort() or a segmentation fault does"
+        if report.when == CRASHED:
+            properties = self._of_crashed(report)
+        self.begun.setdefault(report.nodeid, properties)
         if TARGET not in properties or (report.when != "call" and report.passed):
             return
         verdict = self.verdicts[properties[TARGET]]
         verdict.remarks |= {str(value): None for key, value in report.user_properties if key == "note"}
         if properties[SHOULD]:
+            if report.when == CRASHED:
+                verdict.remarks[f"should: {properties[SHOULD]}; {ENDS}"] = None
             return
         why = reason(report).removeprefix("Skipped: ") if not report.passed else ""
         if report.skipped:
@@ -179,16 +181,27 @@ class Judge:
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         self.of_workers.update(ids)
 
+    def _of_crashed(self, report: pytest.TestReport) -> dict[str, Any]:
+        """Properties of a test that ended its worker's process; its setup's report, if one has come, had them."""
+        properties = dict(self.begun.get(report.nodeid, {}))
+        if TARGET not in properties and (label := self._named_in(report.nodeid)):
+            properties = {TARGET: label, SHOULD: None}
+        if TARGET in properties:
+            properties[PLACE] = -1  # first: it is nearest to the cause
+            report.user_properties.append((TARGET, properties[TARGET]))
+            report.longrepr = ENDS
+        return properties
+
     def _named_in(self, test: str) -> str | None:
-        """The target among a test's parameters, which is all that is known where another process reports nothing."""
-        parameters = f"-{test.partition('[')[2].rstrip(']')}-"
-        return next((label for label, each in self.targets.items() if f"-{each.name}-" in parameters), None)
+        """The target among a test's parameters, of which it is the first: for a test that no report has told of."""
+        parameters = f"{test.partition('[')[2].rstrip(']')}-"
+        return next((label for label, each in self.targets.items() if parameters.startswith(f"{each.name}-")), None)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """A refused target makes a run that passes otherwise a usage error, one that is wrong a failed one; one that
         is not judged has a status of its own."""
-        unreported = Counter(filter(None, map(self._named_in, self.of_workers - self.reported)))
+        unreported = Counter(filter(None, map(self._named_in, self.of_workers - self.begun.keys())))
         for label, count in unreported.items():
             self.verdicts[label].left_out.append(f"{count} tests: the run ended before them")
         outcomes = {verdict.outcome for verdict in self._judged().values()}

@@ -173,7 +173,7 @@ class Measure(Admission):
         on = session.simulated.hardware
         observe = [observer for observer in observe if observer.of_memory]
         plan = replace(plan, observers=tuple(type(observer) for observer in observe))
-        alike = plan.implementation.ranks_alike
+        alike = registry.ranks_alike(plan.implementation, plan.case)
         ranks = [predict(plan, rank, on) for rank in range(1 if alike else plan.world_size)]
         memory = self._budget(plan, slack, [rank.memory for rank in ranks])
         row = new_row(replace(plan.identity, device=on.device, backend=ranks[0].backend), session.scale, None)
@@ -224,7 +224,10 @@ class Measure(Admission):
             with within(self.deadline):  # the step runs here, and not on a rank
                 if session.model is None:
                     return predicted_budget(
-                        plan, session.hardware, slack, every_rank=not plan.implementation.ranks_alike
+                        plan,
+                        session.hardware,
+                        slack,
+                        every_rank=not registry.ranks_alike(plan.implementation, plan.case),
                     )
                 return predicted_budget(plan, session.hardware, slack, predicted)
         except Exception as error:
@@ -305,5 +308,5 @@ def memory_budget(implementation: Implementation, case: Any, device: str, slack:
         implementation.peak(case, device),
         slack,
         implementation.workspace(case, device),
-        alike=implementation.ranks_alike,
+        alike=registry.ranks_alike(implementation, case),
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Self
 
-from shardmark.api.registry import Unsupported
+from shardmark.api.registry import Unsupported, ranks_alike
 from shardmark.meter.hardware import Hardware
 from shardmark.meter.measure_case import MEDIAN, NEAR, SECOND, WARMUPS
 from shardmark.meter.memory import Memory
@@ -53,7 +53,7 @@ def predicted_budget(
     warmups = WARMUPS - 1 if peaks[rank][SECOND] <= peaks[rank][MEDIAN] else WARMUPS
     held = partial(predicted_at_peak, bare, on, rank, warmups)
     workspace = plan.implementation.workspace(plan.case, on.device)
-    alike = plan.implementation.ranks_alike
+    alike = ranks_alike(plan.implementation, plan.case)
     return MemoryBudget(Predicted(_steady(peaks[rank]), held), slack, workspace, source="prediction", alike=alike)
 
 

@@ -32,7 +32,8 @@ def spans(entries: Sequence[Entry]) -> Figure | None:
         if ranks
     }
     last = max(span["end"] for ranks in drawn.values() for rank in ranks for span in rank)
-    kinds = list(dict.fromkeys(span["kind"] for ranks in drawn.values() for rank in ranks for span in rank))
+    every = dict.fromkeys(span["kind"] for ranks in drawn.values() for rank in ranks for span in rank)
+    kinds = list(every)[: len(SERIES)]  # others have no colour of their own
     for label, ranks in drawn.items():
         panels.append(
             (f"{label}: {_share_waited(ranks):.1%} of the ranks' time is waiting", _chart(ranks, kinds, last))
@@ -42,7 +43,7 @@ def spans(entries: Sequence[Entry]) -> Figure | None:
             for number, rank in enumerate(ranks)
             for span in rank
         ]
-    notes = ["One step of each row; the axes are the same. 0F1 is of stage 0 and micro-batch 1."]
+    notes = ["One step of each row; the axes are the same."]
     notes += [f"The first {MOST_PLOTS} of {len(found)} rows."] if len(found) > MOST_PLOTS else []
     columns = ["row", "rank", "kind", "action", "from ms", "to ms"]
     numbered = list(enumerate(kinds))

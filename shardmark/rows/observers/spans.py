@@ -18,7 +18,7 @@ Ranks = list[list[Span]]
 
 
 class Spans(Observer):
-    """The times at which each rank does what, in one more step, on the clock that the ranks of a machine share.
+    """The times at which each rank does what, in one more step, which all ranks begin together.
 
     The workload's `watched(look)` does a step and calls `look(kind, label, does)` for all that is to be seen, which
     calls `does()`. If it has `expected()`, that returns (kind, label, begin, end) of every rank, in seconds.
@@ -34,11 +34,12 @@ class Spans(Observer):
         if plan.world_size > 1:
             dist.barrier()
         spans: list[Span] = []
+        start = _now(plan.device)  # the clocks of several hosts have nothing else in common
 
         def look(kind: str, label: str, does: Callable[[], None]) -> None:
-            begin = _now(plan.device)
+            begin = _now(plan.device) - start
             does()
-            spans.append({"kind": kind, "label": label, "begin": begin, "end": _now(plan.device)})
+            spans.append({"kind": kind, "label": label, "begin": begin, "end": _now(plan.device) - start})
 
         workload.watched(look)
         expected = workload.expected() if hasattr(workload, "expected") else []
