@@ -100,6 +100,14 @@ def test_a_crash_of_a_worker_is_a_failed_check(project: pytest.Pytester) -> None
     result.stdout.fnmatch_lines(["  not asked: 3 tests: the run ended before them"])
 
 
+def test_a_crash_is_of_the_target_that_ran(project: pytest.Pytester) -> None:
+    """The other one is judged to its end, by another worker."""
+    targets = ["--impl=double=own.py:plain", "--impl=double=own.py:dies", "-n1", "-p", "no:cacheprovider"]
+    result = project.runpytest_subprocess("--device=cpu", *targets)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines_random(["double=plain is right: *", "double=dies is WRONG: *1 failed*"])
+
+
 def test_what_is_too_slow_to_be_asked_is_no_verdict(project: pytest.Pytester) -> None:
     project.makepyfile(
         test_slow="""
