@@ -11,12 +11,38 @@ from shardmark.api import Implementation, Mesh, family
 from shardmark.plugin import WorldsBySize
 
 PYTORCHS = tuple(name for name in family("pipeline").implementations if name.startswith("torch_"))
+ON_MORE_RANKS = ("plain", "several_outputs", "tied")
+"""Kinds of stages for which it matters how many lie between the first and the last; the sweep has the others."""
 LOSE_GRADIENTS = ("torch_interleaved_zero_bubble", "torch_zero_bubble_v", "torch_dualpipe_v")
 
 pytestmark = pytest.mark.family("pipeline")
 
 
-@pytest.mark.meshes("pp=2", "pp=3", "pp=4")
+def _known(implementation: Implementation, kind: str) -> str | None:
+    """Why PyTorch's own is wrong for such stages, if it is."""
+    if kind == "frozen" and implementation.name in LOSE_GRADIENTS:
+        return "its stage behind a frozen one has no gradients: docs/pytorch-defects.md"
+    if kind == "hook_on_its_input" and implementation.name in PYTORCHS:
+        return "hooks on what it receives pile up from step to step: docs/pytorch-defects.md"
+    return None
+
+
+def _train(
+    implementation: Implementation,
+    mesh: Mesh,
+    kind: str,
+    worlds: WorldsBySize,
+    device: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    if why := _known(implementation, kind):
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+    count, steps = 8, KINDS[kind].steps
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, count, device, steps, True)
+    assert_none(differences(ranks, in_one_process(kind, ranks[0].stages, count, steps, True)))
+
+
+@pytest.mark.meshes("pp=2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_one_process(
     implementation: Implementation,
@@ -27,15 +53,22 @@ def test_steps_are_those_of_one_process(
     request: pytest.FixtureRequest,
 ) -> None:
     """Losses, the gradients of the first step, and parameters after 20 steps or 3."""
-    if kind == "frozen" and implementation.name in LOSE_GRADIENTS:
-        why = "its stage behind a frozen one has no gradients: docs/pytorch-defects.md"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
-    if kind == "hook_on_its_input" and implementation.name in PYTORCHS:
-        why = "hooks on what it receives pile up from step to step: docs/pytorch-defects.md"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
-    count, steps = 8, KINDS[kind].steps
-    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, count, device, steps, True)
-    assert_none(differences(ranks, in_one_process(kind, ranks[0].stages, count, steps, True)))
+    _train(implementation, mesh, kind, worlds, device, request)
+
+
+@pytest.mark.meshes("pp=3", "pp=4")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ON_MORE_RANKS else pytest.mark.sweep) for kind in KINDS]
+)
+def test_steps_on_more_ranks_are_those_of_one_process(
+    implementation: Implementation,
+    mesh: Mesh,
+    kind: str,
+    worlds: WorldsBySize,
+    device: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    _train(implementation, mesh, kind, worlds, device, request)
 
 
 @pytest.mark.meshes("pp=2", "pp=4")
