@@ -55,8 +55,8 @@ class _Keeping(_Mode):
         return out
 
     def _copy_what_it_writes(self, func: Any, args: Any) -> None:
-        """Copy kept outputs before the operator writes to them, as in `h = linear(x); h += x`. Of products of three
-        dimensions no version tells of it: what a linear layer returns is their memory and no view of them."""
+        """Copy kept outputs before the operator writes to them, as in `h = linear(x); h += x`. Versions would not tell
+        where x has three dimensions: a linear layer then returns the product's memory, and no view of the product."""
         pairs = zip(func._schema.arguments, args, strict=False)
         written = {_memory(each) for argument, each in pairs if argument.is_write and isinstance(each, Tensor)}
         for kept in self.kept.values():
