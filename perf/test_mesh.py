@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from impl.mesh.accounting import tokens, work
 from impl.mesh.cases import CASES, MESHES, MeshCase
-from impl.mesh.workload import MeshStep
+from perf.mesh_step import measure_step
 from shardmark.api import Implementation, Mesh, OwnModelCase
 from shardmark.plugin.measure import Measure
 from shardmark.report.answers import saves
-from shardmark.rows.observers import SentByAxis
 
 
 @pytest.mark.question(
@@ -28,14 +26,4 @@ from shardmark.rows.observers import SentByAxis
 def test_training_step(
     implementation: Implementation, case: MeshCase | OwnModelCase, mesh: Mesh, measure: Measure
 ) -> None:
-    case = replace(case, mesh=mesh.spec)
-    measure(
-        MeshStep,
-        implementation,
-        case,
-        world_size=mesh.size,
-        work=work(case),
-        rates=lambda seconds: {"tokens_per_second": tokens(case) / seconds} if isinstance(case, MeshCase) else {},
-        slack=1.02,
-        observe=[SentByAxis()],
-    )
+    measure_step(measure, implementation, replace(case, mesh=mesh.spec), mesh)

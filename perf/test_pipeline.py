@@ -10,19 +10,19 @@ from dataclasses import replace
 
 import pytest
 
-from impl.mesh.accounting import tokens, work, work_of
+from impl.mesh.accounting import work_of
 from impl.mesh.cases import SIZES, MeshCase
-from impl.mesh.workload import MeshStep
 from impl.pipeline.cases import CASES, DECODERS, DecoderCase, SleepingCase
 from impl.pipeline.contract import Facts
 from impl.pipeline.workload import PipelinedStep
+from perf.mesh_step import measure_step
 from perf.sleeping_stages import SleepingStep, computing_seconds
 from shardmark.api import Grid, Implementation, Mesh, Work
 from shardmark.plugin.measure import Measure
 from shardmark.report.answers import fastest, fastest_and_smallest, most
 from shardmark.report.plots import SPANS
 from shardmark.rows.columns import Column
-from shardmark.rows.observers import SentByAxis, Spans
+from shardmark.rows.observers import Spans
 from shardmark.text import mib
 
 MEASURED = Column("bubble", lambda entry, row: f"{share:.3f}" if (share := row["work"].get("bubble")) else None)
@@ -109,13 +109,4 @@ ROWS = Grid(
 @pytest.mark.benchmark(min_rounds=9)
 def test_beside_full_sharding(implementation: Implementation, case: MeshCase, mesh: Mesh, measure: Measure) -> None:
     case = replace(case, mesh=mesh.spec, batch=case.batch // mesh.row_groups)
-    measure(
-        MeshStep,
-        implementation,
-        case,
-        world_size=mesh.size,
-        work=work(case),
-        rates=lambda seconds: {"tokens_per_second": tokens(case) / seconds},
-        slack=1.02,
-        observe=[SentByAxis()],
-    )
+    measure_step(measure, implementation, case, mesh)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from correctness.pipeline.stages import build, builder, loss, micro_batches
 from correctness.pipeline.training import Trained, group_of, in_one_process, named
 from impl.pipeline import gpipe, one_forward_one_backward, run
-from impl.pipeline.actions import Kind
+from impl.pipeline.actions import Action
+from impl.pipeline.runner import Does
 from shardmark.api import Implementation, Mesh
 
 COUNT = 4
@@ -173,14 +174,12 @@ def sent_that_is_alive_on_rank(mesh: Mesh, device: str) -> int:
     """The most tensors that a rank of 1F1B keeps for its sends, of 16 micro-batches."""
     most = 0
     pipeline = run(one_forward_one_backward, builder("plain", device), group_of(mesh, device), 16, loss=loss)
-    send = pipeline.exchange.send
 
-    def counted(action: Any) -> None:
+    def counted(does: Does, action: Action) -> None:
         nonlocal most
-        send(action)
+        does(action)
         most = max(most, len(pipeline.exchange.under_way))
 
-    for kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-        pipeline._does[kind] = counted
+    pipeline.around = counted
     pipeline.step(*micro_batches(16, 0, device, True))
     return most

@@ -56,7 +56,7 @@ def test_a_rank_that_dies_in_a_step_is_named(mesh: Mesh, worlds: WorldsBySize, d
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)], ids=str)
 def test_a_layers_gradients_are_the_same_now_and_later(shape: tuple[int, ...], device: str) -> None:
-    """Those of vectors too, and of the bias, which is not left for later."""
+    """The input may be a vector. The gradient of the bias is found at once."""
     layer, x = nn.Linear(4, 5).double().to(device), torch.randn(shape, dtype=torch.float64, device=device)
     layer(x).sin().sum().backward()
     expected = [parameter.grad for parameter in layer.parameters()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from correctness.pipeline.stages import KINDS
@@ -27,33 +29,27 @@ def _known(implementation: Implementation, kind: str) -> str | None:
     return None
 
 
-def _train(
-    implementation: Implementation,
-    mesh: Mesh,
-    kind: str,
-    worlds: WorldsBySize,
-    device: str,
-    request: pytest.FixtureRequest,
-) -> None:
-    if why := _known(implementation, kind):
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
-    count, steps = 8, KINDS[kind].steps
-    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, count, device, steps, True)
-    assert_none(differences(ranks, in_one_process(kind, ranks[0].stages, count, steps, True)))
+@pytest.fixture
+def train(
+    implementation: Implementation, worlds: WorldsBySize, device: str, request: pytest.FixtureRequest
+) -> Callable[[Mesh, str], None]:
+    """Trains stages of a kind on a mesh, and compares with one process: losses, the gradients of the first step, and
+    parameters after 20 steps or 3."""
+
+    def compare(mesh: Mesh, kind: str) -> None:
+        if why := _known(implementation, kind):
+            request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+        count, steps = 8, KINDS[kind].steps
+        ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, count, device, steps, True)
+        assert_none(differences(ranks, in_one_process(kind, ranks[0].stages, count, steps, True)))
+
+    return compare
 
 
 @pytest.mark.meshes("pp=2")
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_those_of_one_process(
-    implementation: Implementation,
-    mesh: Mesh,
-    kind: str,
-    worlds: WorldsBySize,
-    device: str,
-    request: pytest.FixtureRequest,
-) -> None:
-    """Losses, the gradients of the first step, and parameters after 20 steps or 3."""
-    _train(implementation, mesh, kind, worlds, device, request)
+def test_steps_are_those_of_one_process(train: Callable[[Mesh, str], None], mesh: Mesh, kind: str) -> None:
+    train(mesh, kind)
 
 
 @pytest.mark.meshes("pp=3", "pp=4")
@@ -61,14 +57,9 @@ def test_steps_are_those_of_one_process(
     "kind", [pytest.param(kind, marks=[] if kind in ON_MORE_RANKS else pytest.mark.sweep) for kind in KINDS]
 )
 def test_steps_on_more_ranks_are_those_of_one_process(
-    implementation: Implementation,
-    mesh: Mesh,
-    kind: str,
-    worlds: WorldsBySize,
-    device: str,
-    request: pytest.FixtureRequest,
+    train: Callable[[Mesh, str], None], mesh: Mesh, kind: str
 ) -> None:
-    _train(implementation, mesh, kind, worlds, device, request)
+    train(mesh, kind)
 
 
 @pytest.mark.meshes("pp=2", "pp=4")

@@ -36,7 +36,7 @@ class MeshCase:
 
     @property
     def ranks_alike(self) -> bool:
-        """Whether all ranks hold as much: stages of a pipeline do not."""
+        """Whether all ranks hold the same number of bytes; the stages of a pipeline differ."""
         return "pp" not in self.mesh
 
     @property

@@ -171,7 +171,11 @@ class Decoder(nn.Module):
 def token_losses(model: nn.Module, batch: Batch) -> Tensor:
     """The sum of the cross entropies of all targets but IGNORED ones."""
     tokens, positions, targets = batch
-    logits = model(tokens, positions)
+    return losses_of(model(tokens, positions), targets)
+
+
+def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the cross entropies of logits (rows, context, vocabulary) for all targets but IGNORED ones."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 

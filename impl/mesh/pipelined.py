@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from impl.clipping import total_norm
-from impl.mesh.decoder import IGNORED, Batch, Decoder
+from impl.mesh.decoder import Batch, Decoder, losses_of
 from impl.mesh.library import torch_parallel
 from impl.mesh.stages import EMBEDDINGS, OUTPUT, cut_to_stage, passed_on
 from impl.mesh.trainer import MeshTrainer, Named
@@ -112,7 +111,7 @@ class PipelinedTrainer(MeshTrainer):
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The micro-batch's part of the step's loss; the data ranks' gradients are averaged."""
-        losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        losses = losses_of(logits, targets)
         return losses * self._share.to(losses.dtype)
 
     def _add_other_copy(self, embeddings: nn.Parameter) -> None:

@@ -44,11 +44,12 @@ class OfStage:
 
     @property
     def linear_parameters(self) -> int:
+        """Bytes of linear layers' weights."""
         return _FLOAT * sum(map(prod, self.matrices))
 
     @property
     def other_parameters(self) -> int:
-        """Those of norms and of the embedding."""
+        """Bytes of the norms' and the embedding's parameters."""
         return _FLOAT * self.size.dim * (self.norms + self.first * self.size.vocabulary)
 
     @property
@@ -167,13 +168,13 @@ class _Holding:
             self.holders[what, stage, action.micro_batch] += 1
 
     def _send(self, what: str, stage: int, number: int) -> None:
-        """It is held until it has been taken; some are under way at once."""
+        """Hold what is sent until the other rank has taken it, of at most MOST_UNDER_WAY sends at once."""
         while len(self.under_way) >= MOST_UNDER_WAY:
             self._drop(*self.under_way.pop(0))
         self.under_way.append((what, stage, number))
 
     def _drop(self, *key: str | int) -> None:
-        """One holder less, if there is one."""
+        """Take one holder from a tensor; what has none left is freed."""
         self.holders[key] -= 1  # type: ignore[index]
         self.holders = +self.holders
 

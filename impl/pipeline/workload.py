@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 from torch.optim import AdamW
 
 from impl.mesh.cases import SIZES
+from impl.mesh.decoder import losses_of
 from impl.mesh.stages import DecoderStage, passed_on
 from impl.pipeline.actions import Action, Kind
 from impl.pipeline.cases import DecoderCase
@@ -36,7 +35,7 @@ class PipelinedStep:
         group = dist.group.WORLD
         assert group is not None
         self.pipeline: Pipeline = implementation.adapted(
-            partial(_built, case, device), group, case.micro_batches, loss=loss_of
+            partial(_built, case, device), group, case.micro_batches, loss=losses_of
         )
         if isinstance(self.pipeline, Runner):  # shapes are known, so that nothing need be announced
             self.pipeline.exchange.like = partial(passed_on, size.dim, torch.float32)
@@ -101,8 +100,3 @@ def _built(case: DecoderCase, device: str, stage: int, stages: int) -> nn.Module
     torch.manual_seed(0)
     with torch.device(device):
         return DecoderStage(SIZES[case.model], stage, stages)
-
-
-def loss_of(logits: Any, targets: Tensor) -> Tensor:
-    """The sum of the cross entropies of a micro-batch's tokens."""
-    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")

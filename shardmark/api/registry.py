@@ -120,7 +120,7 @@ class Implementation:
 
 
 def ranks_alike(implementation: Implementation, case: Any) -> bool:
-    """Whether every rank holds as many bytes in that case."""
+    """Whether all ranks hold the same number of bytes in that case."""
     return FAMILIES[implementation.family].ranks_alike and getattr(case, "ranks_alike", True)
 
 

@@ -18,7 +18,7 @@ _WIDTH, _LINE, _LETTER = 640, 20, 6.5
 
 
 def spans(entries: Sequence[Entry]) -> Figure | None:
-    """Each row that has spans, on one axis of time; None if no row does."""
+    """A plot of the spans of each row, all on one axis of time; None where no row has any."""
     found = [each for each in entries if figure(each, "spans.measured")]
     if not found:
         return None
