@@ -84,7 +84,8 @@ def optimizer_of(kind: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> O
 @cache
 def batches(row_groups: int, step: int) -> tuple[Batch, ...]:
     """The whole micro-batches of a step: one to three, of which each group of ranks has a row at least and some have
-    one more, with targets left out here and there."""
+    one more, with targets left out here and there: the last group has none in the last micro-batch of some steps. After
+    the first step positions begin again within a row, as where documents are packed."""
     random = torch.Generator().manual_seed(1000 + step)
     found = []
     for micro in range(1 + step % 3):
@@ -95,7 +96,13 @@ def batches(row_groups: int, step: int) -> tuple[Batch, ...]:
         left_out = torch.rand((rows, CONTEXT), generator=random) > kept
         left_out[0, 0] = False
         targets[left_out] = IGNORED
-        found.append((tokens, torch.arange(CONTEXT).expand(rows, -1), targets))
+        positions = torch.arange(CONTEXT).expand(rows, -1)
+        if step:
+            begins = torch.randint(CONTEXT, (rows, 1), generator=random)
+            positions = torch.where(positions < begins, positions, positions - begins)
+        if step % 3 == 1 and micro == 1 and row_groups > 1:
+            targets[-(rows // row_groups) :] = IGNORED
+        found.append((tokens, positions, targets))
     return tuple(found)
 
 
@@ -156,12 +163,14 @@ def trainer_of(
     device: str,
     max_norm: float,
     of: Callable[[str, str], Decoder] = model_of,
+    **options: Any,
 ) -> Any:
     return implementation.watched(
         partial(of, kind, device),
         partial(optimizer_of, kind),
         mesh.device_mesh(torch.device(device).type),
         max_norm=max_norm,
+        **options,
     )
 
 
@@ -188,15 +197,16 @@ def train_on_rank(
     return traced(trainer, partial(own_batches, mesh, device, backwards=backwards), steps)
 
 
-def traced(trainer: Any, of_step: Callable[[int], Sequence[Any]], steps: int) -> Trace:
-    """Train on this rank; of all ranks the first one has tensors, and the others digests of theirs."""
+def traced(trainer: Any, of_step: Callable[[int], Sequence[Any]], steps: int, rank: int | None = None) -> Trace:
+    """Train on this rank of the mesh, which is that of the world where none is given; of all ranks the first one has
+    tensors, and the others digests of theirs."""
     trace = train(trainer, of_step, range(steps))
     if isinstance(trainer, MeshTrainer):
         trace.local = {name: _part(parameter) for name, parameter in trainer.parameters.items()}
     for what, looked_at in (("gradients", trace.gradients), ("parameters", trace.parameters)):
         for step, tensors in looked_at.items():
             trace.digests[what, step] = {name: _digest(tensor) for name, tensor in tensors.items()}
-    if dist.get_rank():  # all ranks have the same, to the bit, and the digests tell
+    if dist.get_rank() if rank is None else rank:  # all ranks have the same, to the bit, and the digests tell
         trace.gradients, trace.parameters = {}, {}
     return trace
 
@@ -269,8 +279,8 @@ def _without_bad(trace: Trace) -> Trace:
     return trace
 
 
-def one_process(kind: str, max_norm: float, of: Callable[[str, str], Decoder] = model_of) -> OneProcess:
-    return OneProcess(partial(of, kind, "cpu"), partial(optimizer_of, kind), None, max_norm=max_norm)
+def one_process(kind: str, max_norm: float, of: Callable[[str, str], Decoder] = model_of, **options: Any) -> OneProcess:
+    return OneProcess(partial(of, kind, "cpu"), partial(optimizer_of, kind), None, max_norm=max_norm, **options)
 
 
 @cache

@@ -19,13 +19,14 @@ class Trainer(Protocol):
     """`make(model_fn, optimizer_fn, mesh, *, max_norm=1.0)`, for a step of one's own; or `parallelize(model, mesh)`,
     which returns the model, and the suite's own step is put around it (`impl.mesh.trainer`). `mesh` is a `DeviceMesh`
     whose axes are among `pp`, `dp`, `shard`, `cp` and `tp` (`shardmark.api.mesh` says what each does with a batch),
-    with `ep` as one more name. Either may refuse a mesh as `Unsupported`.
+    with `ep` as one more name; in any order, some with one rank, and on some of the world's ranks if it is a slice of
+    a larger one. Either may refuse a mesh as `Unsupported`.
 
     Must, of either form:
 
     - Training is that of one process with the whole batch: losses, norms, gradients and parameters, in float64 to
       1e-12 at the first step, and after 20. A step's loss is the sum of its targets' cross entropies over all ranks and
-      micro-batches, divided by the number of targets, leaving out those that are -100.
+      micro-batches, divided by the number of targets, leaving out those that are -100: a rank may have no others.
     - Ranks that have the same parameter, or the same part of it, have it bitwise equal.
     - Frozen parameters keep their values, tied ones stay one, and one without a gradient has none, or zeros.
     - Saved after a step and loaded into a new one, training goes on as if it had not ended.
@@ -35,7 +36,8 @@ class Trainer(Protocol):
     model's own names (PyTorch's wrappers may put theirs before). After a backward pass, and after
     `finish_gradient_synchronization()` if the module has it, each gradient is the average over the ranks with tokens of
     their own (along dp, shard, cp), and ranks agree on which there are. Gradients of a pass in `no_sync()`, or after
-    `set_requires_gradient_sync(False)`, may stay on their rank until the next pass without.
+    `set_requires_gradient_sync(False)`, may stay on their rank until the next pass without. Forward passes may come
+    without a backward pass, or several before one.
 
     Must, of `make`: gradients are clipped to `max_norm` by their 2-norm, in which every parameter counts once, as
     `torch.nn.utils.clip_grad_norm_` does; a step whose norm is not finite changes nothing on any rank.

@@ -87,12 +87,12 @@ class OneProcess:
         axes = [*mesh.along(Share.ROWS), *mesh.along(Share.SLICES)]
         if not axes:
             return batch
-        every_rank: list[Any] = [None] * mesh.size
-        dist.all_gather_object(every_rank, batch)
-        places = map(mesh.coordinates, range(mesh.size))
-        return whole(
-            {tuple(place[name] for name in axes): each for place, each in zip(places, every_rank, strict=True)}, axes
-        )
+        found: dict[tuple[int, ...], Any] = {(): batch}
+        for axis in reversed(axes):  # by groups of the mesh, which may have some of the world's ranks
+            along: list[Any] = [None] * self.mesh[axis].size()
+            dist.all_gather_object(along, found, group=self.mesh.get_group(axis))
+            found = {(index, *place): each for index, parts in enumerate(along) for place, each in parts.items()}
+        return whole(found, axes)
 
 
 register("mesh", "naive", OneProcess, called="one process on every rank")

@@ -1,0 +1,150 @@
+"""Gradients drawn at random: any number of them, of any shapes and dtypes, in any memory, with any placements."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from correctness.clipping.gradients import Clipped
+from impl.distributed import full
+from shardmark.api import Implementation, Mesh
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One gradient; with `plain`, it is no DTensor; with `missing`, there is none."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: tuple[Placement, ...]
+    seed: int
+    size: float = 1.0
+    plain: bool = False
+    missing: bool = False
+    transposed: bool = False
+
+    @property
+    def sums(self) -> bool:
+        return any(each.is_partial() for each in self.placements)
+
+    def whole(self) -> Tensor:
+        """The gradient of one process: small integers where sums over ranks are to be made, exact in any order."""
+        generator = torch.Generator().manual_seed(self.seed)
+        if self.sums:
+            return torch.randint(-8, 9, self.shape, generator=generator).to(self.dtype)
+        return (self.size * torch.randn(self.shape, generator=generator, dtype=torch.float64)).to(self.dtype)
+
+    def on(self, mesh: DeviceMesh) -> nn.Parameter:
+        whole = self.whole().to(mesh.device_type)
+        if self.plain:
+            gradient = whole
+        else:
+            kept = [Replicate() if each.is_partial() else each for each in self.placements]
+            spread = distribute_tensor(whole, mesh, kept, src_data_rank=None)
+            local = spread.to_local()
+            for dim, each in enumerate(self.placements):
+                if each.is_partial() and mesh.get_local_rank(dim):  # the first rank has the sum, others nothing to add
+                    local = torch.zeros_like(local)
+            if self.transposed and local.ndim == 2:
+                local = local.t().contiguous().t()
+            gradient = DTensor.from_local(
+                local, mesh, self.placements, run_check=False, shape=spread.shape, stride=spread.stride()
+            )
+            placed = torch.zeros_like(spread)
+        parameter = nn.Parameter(torch.zeros_like(whole) if self.plain else placed)
+        parameter.grad = None if self.missing else gradient
+        return parameter
+
+
+KINDS: dict[str, tuple[float, tuple[float, ...]]] = {
+    "of_dtensors": (0.0, (2.0, 2.0, 1.0, 3.0)),
+    "with_plain_tensors": (0.2, (2.0, 2.0, 1.0, 3.0)),
+    "largest": (0.0, (math.inf,)),
+}
+"""The share of gradients that are no DTensors, and types of the norm."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Gradients, and what they are clipped to."""
+
+    draws: tuple[Draw, ...]
+    max_norm: float
+    norm_type: float
+
+
+def drawn(seed: int, mesh: Mesh, kind: str) -> Example:
+    chooses, (plain, norm_types) = random.Random(f"{seed} {mesh}"), KINDS[kind]
+    dtypes = chooses.choice([DTYPES[:1], DTYPES[1:2], DTYPES[1:]])
+    found = []
+    for index in range(chooses.choice([1, 2, 3, 5, 12])):
+        shape = tuple(chooses.choice([1, 2, 3, 4, 7, 8]) for _ in range(chooses.choice([0, 1, 1, 2, 2, 3])))
+        placements = tuple(_placement(chooses, len(shape)) for _ in mesh.axes)
+        found.append(
+            Draw(
+                shape,
+                chooses.choice(dtypes),
+                placements,
+                seed=1000 * seed + index,
+                size=10.0 ** chooses.choice([0, 0, 0, -6, 6]),
+                plain=chooses.random() < plain,
+                missing=chooses.random() < 0.1,
+                transposed=chooses.random() < 0.3,
+            )
+        )
+    return Example(tuple(found), chooses.choice([0.0, 1e-3, 1.0, 1.0, 1e9]), chooses.choice(norm_types))
+
+
+def _placement(chooses: random.Random, dims: int) -> Placement:
+    kind = chooses.random()
+    if kind < 0.1:
+        return Partial()
+    return Shard(chooses.randrange(dims)) if dims and kind < 0.7 else Replicate()
+
+
+def clip_drawn_on_rank(
+    implementation: Implementation, mesh: Mesh, examples: Sequence[Example], device: str
+) -> list[Clipped]:
+    on = mesh.device_mesh(torch.device(device).type)
+    return [_clip(implementation, on, example) for example in examples]
+
+
+def _clip(implementation: Implementation, on: DeviceMesh, example: Example) -> Clipped:
+    parameters = [draw.on(on) for draw in example.draws]
+    norm = full(implementation.watched(parameters, example.max_norm, example.norm_type))
+    for draw, parameter in zip(example.draws, parameters, strict=True):
+        assert (parameter.grad is None) == draw.missing, f"a gradient came or went: {draw}"
+    return Clipped(norm.item(), [full(p.grad).detach().cpu() for p in parameters if p.grad is not None])
+
+
+def _sums(draw: Draw) -> float:
+    return math.prod(draw.shape) * torch.finfo(torch.promote_types(draw.dtype, torch.float32)).eps
+
+
+def drawn_differences(ranks: Sequence[Clipped], example: Example) -> Iterator[str]:
+    """A line for each thing that is wrong."""
+    there = [draw for draw in example.draws if not draw.missing]
+    gradients = [draw.whole() for draw in there]
+    values = [g.double().flatten() for g in gradients]
+    right = torch.linalg.vector_norm(torch.cat(values), example.norm_type).item() if values else 0.0
+    scale = min(1.0, example.max_norm / (right + 1e-6))
+    # The norm of norms, a few roundings; and one for each summand, which is added at least in float32.
+    close = max((8 * torch.finfo(draw.dtype).eps + _sums(draw) for draw in there), default=0.0)
+    for rank, found in enumerate(ranks):
+        if not abs(found.norm - right) <= close * right:
+            yield f"the norm is {found.norm:.8g} on rank {rank}, and of whole gradients {right:.8g}"
+        if found.norm != ranks[0].norm:
+            yield f"the norm is {found.norm!r} on rank {rank}, and {ranks[0].norm!r} on rank 0"
+        for own, whole, draw in zip(found.gradients, gradients, there, strict=True):
+            allowed = (close if scale < 1 else 0.0) * scale * whole.double().abs()
+            if own.shape != whole.shape or not ((own.double() - scale * whole.double()).abs() <= allowed).all():
+                yield f"it is not scaled by {scale:.6g} on rank {rank}: {draw}"

@@ -1,0 +1,109 @@
+"""Defects that the plain loop does not show: they take the world for the mesh, its usual order for any, one trainer or
+one pass for all there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import cross_entropy
+
+from correctness.mesh.manual import Manual
+from correctness.mesh.operators import Group
+from correctness.support.planting import defect
+from impl.mesh.decoder import Batch
+
+
+@defect(cause="subgroup", caught_by="test_a_mesh_may_be_a_slice_of_a_larger_one")
+class NormOfTheWorld(Manual):
+    """The norm's squares are added over all ranks that there are."""
+
+    def square(self, name: str) -> Tensor:
+        found = super().square(name)
+        dist.all_reduce(found)
+        return found / dist.get_world_size()
+
+
+@defect(cause="subgroup", caught_by="test_axes_come_in_any_order")
+class NeighboursShareProducts(Manual):
+    """Its place along `tp` is the rank modulo their number: right where `tp` is the innermost axis."""
+
+    def rank(self, axis: str) -> int:
+        return dist.get_rank() % self.size("tp") if axis == "tp" else super().rank(axis)
+
+
+@defect(cause="subgroup", caught_by="test_axes_come_in_any_order")
+class NoGroupOfOneRank(Manual):
+    """Whether there is an axis is taken from the mesh's names; with one rank it has no group, and the default one
+    stands in."""
+
+    def group(self, axis: str) -> Group:
+        found = super().group(axis)
+        named = axis in (self.mesh.mesh_dim_names or ())
+        return dist.group.WORLD if named and found is None else found
+
+
+@defect(cause="shapes", caught_by="test_steps_are_those_of_one_process")
+class PositionsOfTheSlice(Manual):
+    """Rotary positions are counted by the rank: documents that begin within a row are not seen."""
+
+    def losses(self, batch: Batch) -> Tensor:
+        tokens, positions, targets = batch
+        first = self.rank("cp") * tokens.shape[1]
+        return super().losses((tokens, torch.arange(first, first + tokens.shape[1]).expand_as(positions), targets))
+
+
+@defect(cause="numerics", caught_by="test_steps_are_those_of_one_process")
+class MeanOfNoTargets(Manual):
+    """A rank's loss is a mean over its own targets, scaled to their share: not a number where it has none."""
+
+    def losses(self, batch: Batch) -> Tensor:
+        if self.group("tp") is not None:
+            return super().losses(batch)
+        tokens, positions, targets = batch
+        mean = cross_entropy(self.model(tokens, positions).flatten(0, 1), targets.flatten())
+        return mean * self.count(batch)
+
+
+@defect(cause="state", caught_by="test_two_trainers_take_turns")
+class NamesOfTheLatest(Manual):
+    """The names to reduce are kept with the class, and those of the trainer made last are everyone's."""
+
+    to_reduce: set[str]
+
+    def named(self) -> dict[str, nn.Parameter]:
+        found = super().named()
+        NamesOfTheLatest.to_reduce = set(found)
+        return found
+
+    def reduce(self, name: str, parameter: nn.Parameter) -> None:
+        if name in self.to_reduce:
+            super().reduce(name, parameter)
+
+
+@defect(cause="two calls", caught_by="test_a_model_is_used_as_one_process_uses_it")
+def averaging_single_passes(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Passes are counted, and several of them taken for accumulation that goes on, whose gradients stay: also where
+    some were without gradients."""
+    return _CountsPasses(model, mesh)
+
+
+class _CountsPasses(nn.Module):
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.module, self.groups = module, [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
+        self.passes = 0
+
+    def forward(self, *args: Any) -> Tensor:
+        self.passes += 1
+        return self.module(*args)
+
+    def finish_gradient_synchronization(self) -> None:
+        single, self.passes = self.passes == 1, 0
+        for parameter in self.module.parameters():
+            if parameter.grad is not None and single:
+                for group in self.groups:
+                    dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
