@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.loss.accuracy import HALF_LOSS, assert_as_accurate_as_eager, random_inputs, results, rounding
-from correctness.support.contracts import Note, is_ours
+from correctness.loss.accuracy import HALF_LOSS, Inputs, assert_as_accurate_as_eager, random_inputs, results, rounding
+from correctness.support.contracts import Note, assert_near, is_ours
 from impl.loss import eager_loss, linear_cross_entropy
 from shardmark.api import Implementation, family
 
@@ -33,6 +33,22 @@ def test_what_is_added_to_every_logit_changes_nothing(
     inputs = random_inputs(40, 16, 31, device, dtype)
     inputs.hidden[:, 0], inputs.weight[:, 0] = 100.0, added / 100
     assert_as_accurate_as_eager(implementation.watched, inputs)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("offset", [-(2.0**18), 2.0**18], ids=str)
+def test_an_offset_that_all_logits_share_costs_no_digits(
+    implementation: Implementation, offset: float, options: dict[str, float], device: str
+) -> None:
+    """Logits of quarters are exact in float32 beside the offset; a log-sum-exp there has lost its own digits."""
+    hidden = torch.randint(-4, 5, (40, 16), device=device) / 2
+    weight = torch.randint(-2, 3, (31, 16), device=device) / 2
+    hidden[:, 0], weight[:, 0] = 1.0, offset
+    inputs = Inputs(hidden, weight, torch.randint(31, (40,), device=device))
+    found = results(implementation.watched, inputs, **options)
+    wanted = results(eager_loss, inputs.to(torch.float64), **options)
+    del wanted["grad_hidden"]  # of the offset's own column it is a sum of large terms that cancel
+    assert_near(found, wanted, f"with {offset:g} added to every logit", share=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -80,7 +80,7 @@ def test_without_gradients_the_logits_stay(device: str) -> None:
 FAULTS = {  # text in the kernel's source, and its faulty replacement
     "last block skipped": ("tl.range(0, end, BLOCK)", "tl.range(0, end - BLOCK, BLOCK)"),
     "rest of a row not summed": ("largest, exponentials, total = _add(start, rest", "_ = _add(start, rest"),
-    "rest of a row left": ("            _to_gradients(start, rest, vocab, target, lse, factor, smoothing, vocab, SMOOTHED)", ""),  # noqa: E501
+    "rest of a row left": ("            _to_gradients(start, rest, vocab, target, largest, factor, smoothing, vocab, SMOOTHED)", ""),  # noqa: E501
     "rest of an ignored row left": ("            _store_zeros(start, rest, vocab)", ""),
     "sum not rescaled": ("exponentials * tl.exp(largest - new_largest)", "exponentials"),
     "beyond the vocabulary counted": ('other=float("-inf")', "other=0.0"),
@@ -88,7 +88,7 @@ FAULTS = {  # text in the kernel's source, and its faulty replacement
     "target off by one": ("columns == target,", "columns == target + 1,"),
     "smoothing of the target forgotten": ("target, 1 - smoothing, 0.0", "target, 1, 0.0"),
     "smoothing of the others forgotten": ("gradient -= smoothing / vocab", "pass"),
-    "mean of the logits forgotten": ("loss -= smoothing * (total / vocab)", "pass"),
+    "mean of the logits forgotten": ("loss += smoothing * (largest - origin - total / vocab)", "pass"),
     "z-loss's gradient halved": ("1 + 2 * z_loss", "1 + z_loss"),
     "z-loss forgotten": (" + z_loss * lse * lse", ""),
     "ignored rows left": ("if target == ignore_index:", "if target == ignore_index - 1:"),

@@ -107,7 +107,7 @@ def fused_pytorch_peak(case: LossCase) -> Bytes:
     """
     size, summed = _sizes(case)
     rows = chunk_tokens(case.tokens, case.dim, size)
-    per_row = 2 + 8 + 4 * summed  # flag "kept", target, and four values
+    per_row = 2 + 8 + 2 * summed  # flag "kept", target, and two values
     if size < summed:
         per_row = case.vocab * summed + max(per_row, case.dim * summed)
     forward = _held(case).add({_CHUNK: _chunk(case), "values of the chunk's rows, and upcast copies": rows * per_row})

@@ -28,25 +28,27 @@ def fused_loss_pytorch(
 def to_gradients(logits: Tensor, targets: Tensor, terms: Terms, needs_gradients: bool) -> Tensor:
     """The sum of the rows' losses; the logits become its gradients. See `impl.loss.fused.ToGradients`.
 
-    A row's loss is lse - (1 - s) x_target - s mean(x) + z lse², with x its logits, lse their logsumexp, s the label
-    smoothing and z the z-loss. So its gradient is (1 + 2 z lse) softmax(x) - (1 - s) onehot(target) - s / vocab.
+    A row's loss is -(1 - s) y_target - s mean(y) + z lse², with y the log-softmax of its logits, lse their logsumexp, s
+    the label smoothing and z the z-loss. So its gradient is (1 + 2 z lse) exp(y) - (1 - s) onehot(target) - s / vocab.
+    By lse - x_target in place of -y_target an offset that all logits share would cost as many digits as it has.
     """
     smoothing, vocab = terms.label_smoothing, logits.shape[1]
     counted = targets != terms.ignore_index
     at = torch.where(counted, targets, 0)[:, None]
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))  # the logits themselves, or a copy
-    target_logit = x.gather(1, at)[:, 0]
-    mean = x.mean(1) if smoothing else None
+    lse = x.gather(1, at)[:, 0] if terms.z_loss else None
     torch.log_softmax(x, 1, out=x)
-    lse = target_logit - x.gather(1, at)[:, 0]
-    losses = lse - (1 - smoothing) * target_logit
-    if mean is not None:
-        losses -= smoothing * mean
-    if terms.z_loss:
+    losses = x.gather(1, at)[:, 0]
+    if lse is not None:
+        lse -= losses
+    losses *= smoothing - 1
+    if smoothing:
+        losses -= smoothing * x.mean(1)
+    if lse is not None:
         losses += terms.z_loss * lse.square()
     if needs_gradients:
         torch.exp(x, out=x)
-        if terms.z_loss:
+        if lse is not None:
             x *= (1 + 2 * terms.z_loss * lse)[:, None]
         if smoothing:
             x -= smoothing / vocab

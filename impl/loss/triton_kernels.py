@@ -37,23 +37,28 @@ def loss_and_gradients(
             _store_zeros(start, rest, vocab)
     else:
         its_logit = tl.load(start + target).to(tl.float32)
+        # Differences from it are summed, and from the largest: an offset that all logits share costs no digits.
+        origin = tl.where(its_logit == float("-inf"), 0.0, its_logit)
         largest = LOWEST + 0.0  # finite: -inf - -inf would be NaN
         exponentials = 0.0
         total = 0.0
         for first in tl.range(0, end, BLOCK):
-            largest, exponentials, total = _add(start, first + columns, end, largest, exponentials, total, SMOOTHED)
-        largest, exponentials, total = _add(start, rest, vocab, largest, exponentials, total, SMOOTHED)
-        lse = largest + tl.log(exponentials)
-        loss = lse - (1 - smoothing) * its_logit + z_loss * lse * lse
+            largest, exponentials, total = _add(
+                start, first + columns, end, largest, exponentials, total, origin, SMOOTHED
+            )
+        largest, exponentials, total = _add(start, rest, vocab, largest, exponentials, total, origin, SMOOTHED)
+        log_sum = tl.log(exponentials)
+        lse = largest + log_sum
+        loss = log_sum + (1 - smoothing) * (largest - its_logit) + z_loss * lse * lse
         if SMOOTHED:
-            loss -= smoothing * (total / vocab)
+            loss += smoothing * (largest - origin - total / vocab)
         tl.store(losses + row, loss)
         if WANTED:
-            factor = 1 + 2 * z_loss * lse
+            factor = (1 + 2 * z_loss * lse) / exponentials
             # The rest of the row comes first: otherwise ptxas holds its values through the loop, and spills registers.
-            _to_gradients(start, rest, vocab, target, lse, factor, smoothing, vocab, SMOOTHED)
+            _to_gradients(start, rest, vocab, target, largest, factor, smoothing, vocab, SMOOTHED)
             for first in tl.range(0, end, BLOCK):
-                _to_gradients(start, first + columns, end, target, lse, factor, smoothing, vocab, SMOOTHED)
+                _to_gradients(start, first + columns, end, target, largest, factor, smoothing, vocab, SMOOTHED)
 
 
 @triton.jit
@@ -62,23 +67,23 @@ def _store_zeros(start, columns, end):
 
 
 @triton.jit
-def _add(start, columns, end, largest, exponentials, total, SMOOTHED: tl.constexpr):
+def _add(start, columns, end, largest, exponentials, total, origin, SMOOTHED: tl.constexpr):
     """Add the columns' logits to the statistics of the row."""
     inside = columns < end
     x = tl.load(start + columns, mask=inside, other=float("-inf")).to(tl.float32)
     new_largest = tl.maximum(largest, tl.max(x, 0))
     exponentials = exponentials * tl.exp(largest - new_largest) + tl.sum(tl.exp(x - new_largest), 0)
     if SMOOTHED:
-        total += tl.sum(tl.where(inside, x, 0.0), 0)
+        total += tl.sum(tl.where(inside, x - origin, 0.0), 0)
     return new_largest, exponentials, total
 
 
 @triton.jit
-def _to_gradients(start, columns, end, target, lse, factor, smoothing, vocab, SMOOTHED: tl.constexpr):
+def _to_gradients(start, columns, end, target, largest, factor, smoothing, vocab, SMOOTHED: tl.constexpr):
     """Replace the columns' logits by their gradients."""
     inside = columns < end
     x = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
-    gradient = factor * tl.exp(x - lse)
+    gradient = factor * tl.exp(x - largest)
     if SMOOTHED:
         gradient -= smoothing / vocab
     gradient -= tl.where(columns == target, 1 - smoothing, 0.0)
