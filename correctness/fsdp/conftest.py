@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from correctness.support.sweep import is_on_many_ranks
 from shardmark.plugin.session import SESSION
 
 EVERY_TIME = ("sharded", "simple", "fsdp2")
@@ -15,14 +16,14 @@ FOR_ALL, MODEL = ("test_twenty_steps", "test_every_option"), "tied_and_frozen"
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the rest as sweep, unless `--impl` names this family: then all of it runs."""
-    if "fsdp" in config.stash[SESSION].selected:
+    session = config.stash[SESSION]
+    if "fsdp" in session.selected:
         return
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         name = getattr(parameters.get("implementation"), "name", None)
         if name is None or not item.path.is_relative_to(Path(__file__).parent):
             continue
-        small = parameters.get("world", 2) <= 2
         every_time = parameters["name"] == MODEL if item.name.startswith(FOR_ALL) else name in EVERY_TIME
-        if not (name == AT_EVERY_SIZE or (small and every_time)):
+        if not (name == AT_EVERY_SIZE or (every_time and not is_on_many_ranks(item, session))):
             item.add_marker(pytest.mark.sweep)

@@ -8,10 +8,12 @@ import pytest
 from correctness.support.paths import ROOT
 from impl.interpreting import requires_triton
 from shardmark.api import requires_compiler
-from shardmark.plugin.session import SESSION
+from shardmark.api.mesh import Mesh
+from shardmark.plugin.session import SESSION, Session
 
 MOST_RANKS_BRIEFLY = 2
-"""Implementations registered with `tested_briefly` run on more ranks only in the sweep."""
+"""Implementations registered with `tested_briefly` run on more ranks only in the sweep, or where the user asks for
+numbers of ranks."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -31,8 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(ROOT / "correctness") and hasattr(item, "callspec"):
             implementation = item.callspec.params.get("implementation")
-            selected = getattr(implementation, "family", None) in config.stash[SESSION].selected
-            if _is_slow(item, implementation) or (not selected and _is_repeated(item, implementation)):
+            session = config.stash[SESSION]
+            selected = getattr(implementation, "family", None) in session.selected
+            repeated = _is_repeated(item, implementation, session)
+            if _is_slow(item, implementation) or (not selected and repeated):
                 item.add_marker(pytest.mark.sweep)
     deselect_sweep(config, items)
 
@@ -54,10 +58,16 @@ def _is_slow(item: Any, implementation: Any) -> bool:
     return interpreted and item.get_closest_marker("large") is not None
 
 
-def _is_repeated(item: Any, implementation: Any) -> bool:
+def _is_repeated(item: Any, implementation: Any, session: Session) -> bool:
     """Return True if another implementation or case covers the same by default; `--impl` still runs it."""
     briefly = getattr(implementation, "tested_briefly", False)
-    mesh = item.callspec.params.get("mesh")
-    many_ranks = (mesh.size if mesh else item.callspec.params.get("world", 0)) > MOST_RANKS_BRIEFLY
     marks = {mark.name for mark in item.iter_markers()}
-    return "judged" in marks or (briefly and (many_ranks or "large" in marks))
+    return "judged" in marks or (briefly and (is_on_many_ranks(item, session) or "large" in marks))
+
+
+def is_on_many_ranks(item: Any, session: Session) -> bool:
+    """Return True if the test runs on more ranks than some implementations do by default, and the user has not asked
+    for numbers of ranks."""
+    mesh, world = (item.callspec.params.get(name) for name in ("mesh", "world"))
+    size = mesh.size if isinstance(mesh, Mesh) else world  # pytest's "not set", where a test has no mesh of that size
+    return isinstance(size, int) and size > MOST_RANKS_BRIEFLY and not session.ranks_are_chosen

@@ -123,6 +123,11 @@ class Session:
         """The hardware whose rules formulas and predictions follow: the simulated one, else this machine."""
         return self.simulated.hardware if self.simulated else of_this_machine(self.device)
 
+    @property
+    def ranks_are_chosen(self) -> bool:
+        """Whether the user has chosen the numbers of ranks: by `--ranks`, by `--mesh`, or by torchrun."""
+        return bool(self.config.getoption("ranks") or self.meshes) or torchrun.launched()
+
     def implementations(self, family: str) -> list[Implementation]:
         """The family's implementations in this run: those of `--impl`, else all registered."""
         registered = registry.family(family).implementations
@@ -139,8 +144,7 @@ class Session:
         `--ranks` those of such a size."""
         if self.meshes:
             return self.meshes
-        sizes = self.ranks if self.config.getoption("ranks") or torchrun.launched() else None
-        return [mesh for mesh in map(Mesh.parse, own) if sizes is None or mesh.size in sizes]
+        return [mesh for mesh in map(Mesh.parse, own) if not self.ranks_are_chosen or mesh.size in self.ranks]
 
     def asks(self, grid: Grid | None) -> bool:
         """Whether tests over that grid run; with None, whether tests without a grid run."""
