@@ -21,7 +21,7 @@ from shardmark.api.registry import Implementation
 from shardmark.meter.hardware import THIS
 from shardmark.plugin.tampering import keep_the_exit, untouched
 from shardmark.predict import worlds
-from shardmark.ranks import torchrun
+from shardmark.ranks import gpus, torchrun
 from shardmark.ranks.deadline import MEASURED
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -166,10 +166,15 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 def device(value: str, ranks: str | None) -> str:
     one_of("--device", value, DEVICES)
-    if value == "cuda" and not torch.cuda.is_available():
+    if value == "cpu" or torch.cuda.is_available():
+        return "cuda" if value == "auto" else value
+    if value == "cuda":
         needed = max([int(n) for n in (ranks or "").split(",") if n.strip().isdigit()], default=1)
-        raise ValueError(f"--device cuda needs {needed} CUDA device{'s'[: needed > 1]}, and this machine has 0")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if value == "auto" else value
+        has = f"--device cuda needs {needed} CUDA device{'s'[: needed > 1]}, and this machine has 0"
+        raise ValueError(f"{has}: {gpus.why_unusable()}")
+    if gpus.has_device():
+        raise ValueError(f"torch cannot use this machine's GPU: {gpus.why_unusable()}; --device cpu measures the CPU")
+    return "cpu"
 
 
 def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from shardmark.meter.instructions import why_not_countable
+from shardmark.ranks.gpus import driver_version
 from shardmark.ranks.rank import available_cores, threads_of_a_rank
 from shardmark.ranks.torchrun import launched
 
@@ -31,7 +31,7 @@ def describe_machine(device: str) -> dict[str, Any]:
     return {
         "device": device,
         "gpus": gpus,
-        "driver": _driver_version() if gpus else None,
+        "driver": driver_version() if gpus else None,
         "device_bytes": torch.cuda.get_device_properties(0).total_memory if gpus else _memory_bytes(),
         "cores": available_cores(),
         "threads": torch.get_num_threads() if launched() else threads_of_a_rank(1),
@@ -69,11 +69,3 @@ def _cpu_part(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _driver_version() -> str | None:
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        return None

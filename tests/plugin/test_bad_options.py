@@ -84,7 +84,7 @@ SEVERAL = {
     "--budgets=nan.toml --benchmark-json=out.json": '--budgets nan.toml: ["x"] seconds = nan is not a positive number',
 }
 if not torch.cuda.is_available():
-    SEVERAL["--device=cuda --ranks=4"] = "--device cuda needs 4 CUDA devices, and this machine has 0"
+    SEVERAL["--device=cuda --ranks=4"] = "--device cuda needs 4 CUDA devices, and this machine has 0: torch *"
 CASES = [([f"{option}={value}"], says) for option, (values, says) in CHOICES.items() for value in values]
 CASES += [
     ([f"{option}={value}"], f"{option} *: *" if value else f"{option} *") for option in PATHS for value in PATHS[option]

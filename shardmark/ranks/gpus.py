@@ -1,0 +1,56 @@
+"""NVIDIA's driver and devices, whether PyTorch can use them or not; and why it cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from shardmark.api.finding import first_line
+
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+"""Written by the driver; seen in a container too, to which the devices may not be given."""
+DEVICES = Path("/dev")
+"""The folder of the devices nvidia0, nvidia1, ..."""
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver, such as "580.95.05"; None without one."""
+    with suppress(OSError):
+        if found := re.search(r"Kernel Module +(?:for \S+ +)?(\d[\d.]*)", KERNEL_MODULE.read_text()):
+            return found[1]
+    return next(iter(_smi("--query-gpu=driver_version", "--format=csv,noheader")), None)
+
+
+def has_device() -> bool:
+    """Whether this machine, or this container, has an NVIDIA GPU, which CUDA_VISIBLE_DEVICES does not hide."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):
+        return False
+    return any(DEVICES.glob("nvidia[0-9]*")) or bool(_smi("--list-gpus"))  # WSL has no such files
+
+
+def why_unusable() -> str:
+    """Why PyTorch uses no GPU here, in one line: its build, the driver, and PyTorch's own words."""
+    driver = driver_version()
+    try:
+        torch.cuda.init()  # raises what `is_available` only warns of, once in a process
+        says = "nothing"
+    except Exception as error:  # an AssertionError of a build without CUDA, a RuntimeError of the driver
+        says = first_line(error)
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    found = f"NVIDIA's driver is {driver}" if driver else "there is no NVIDIA driver"
+    return f"torch {torch.__version__} is built {built}, {found}, and PyTorch says: {says}"
+
+
+def _smi(*options: str) -> list[str]:
+    """The lines that nvidia-smi prints; none where it does not work."""
+    try:
+        command = ["nvidia-smi", *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line for line in done.stdout.splitlines() if line]
