@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
@@ -92,9 +93,10 @@ def shard(variant: str, model: MLPLanguageModel, tokens: Tensor) -> AdamW:
             update(optimizer)
         stage("optimizer")
     before = dict(model.named_parameters()) if variant.endswith("repaired") else {}
+    mesh = init_device_mesh(tokens.device.type, (dist.get_world_size(),))  # by default it is a GPU's, if there is one
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     stage("sharding")
     if optimizer is None:
         optimizer = adamw(model)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from correctness.support.waiting import are_freed
@@ -33,6 +34,11 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, row
         optimizer.step()
 
 
+def _mesh(device: str) -> DeviceMesh:
+    """All ranks; on a machine with a GPU `fully_shard` would take that by default, whatever the model is on."""
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
 def _whole(model: nn.Module) -> dict[str, Tensor]:
     """Gather the full state of a sharded model."""
     state = model.state_dict()
@@ -45,7 +51,7 @@ def train_sharded(name: str, device: str, unsharded_steps: int, repaired: bool) 
     optimizer = adam(model)
     _steps(model, optimizer, range(unsharded_steps), slice(None), device)
     before = dict(model.named_parameters())
-    fully_shard(model)
+    fully_shard(model, mesh=_mesh(device))
     if repaired:
         rewire(optimizer, before, dict(model.named_parameters()))
     _steps(model, optimizer, range(unsharded_steps, STEPS), share(dist.get_rank()), device)
@@ -74,7 +80,7 @@ def freed_by_repair(device: str) -> list[bool]:
         _steps(model, optimizer, range(1), slice(None), device)
         before = dict(model.named_parameters())
         full = [weakref.ref(x) for p in before.values() for x in (p, optimizer.state[p]["exp_avg"])]
-        fully_shard(model)
+        fully_shard(model, mesh=_mesh(device))
         if repaired:
             rewire(optimizer, before, dict(model.named_parameters()))
         del before

@@ -17,9 +17,9 @@ BYTES_OF_A_WORKER = 2**30
 
 
 def share_the_cores(config: pytest.Config) -> None:
-    """Set pytest-xdist's options; not on a machine with a GPU, which the workers would share."""
+    """Set pytest-xdist's options; not for a GPU, which the workers would share."""
     option = config.option
-    if not may_have_workers(config) or torch.cuda.is_available():
+    if not may_have_workers(config) or (option.device != "cpu" and torch.cuda.is_available()):
         return
     paths = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
     if available_cores() == 1 or not all(

@@ -1,5 +1,7 @@
 """A test that leaves its GPU with an error ends its process; pytest-xdist goes on in another one."""
 
+import os
+
 import pytest
 
 from correctness.support.paths import ROOT
@@ -28,7 +30,7 @@ def test_next():
 def _source(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):  # where these tests run in a worker themselves
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:cacheprovider -p shardmark.plugin.broken_gpu")
     pytester.makepyfile(SOURCE)
 

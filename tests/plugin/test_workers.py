@@ -29,7 +29,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(*arguments: str, cores: int = 2, **options: Any) -> tuple[int | None, str]:
         monkeypatch.setattr(workers, "available_cores", lambda: cores)
         given = {"numprocesses": None, "tx": [], "dist": "no", "usepdb": False, "trace": False, "collectonly": False}
-        option = Namespace(**(given | {"capture": "fd"} | options))
+        option = Namespace(**(given | {"capture": "fd", "device": "auto"} | options))
         share_the_cores(Namespace(option=option, args=arguments, invocation_params=Namespace(dir=ROOT)))
         return option.numprocesses, option.dist
 
@@ -47,6 +47,12 @@ def test_a_whole_folder_has_a_worker_per_core(shared: Any) -> None:
 )
 def test_what_is_measured_and_single_files_run_in_this_process(arguments: tuple[str, ...], shared: Any) -> None:
     assert shared(*arguments) == (None, "no")
+
+
+def test_beside_a_gpu_the_cores_are_shared_for_the_cpu_alone(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert shared("correctness") == shared("correctness", device="cuda") == (None, "no")
+    assert shared("correctness", device="cpu") == (2, "worksteal")
 
 
 def test_one_core_and_whoever_wants_to_look_on_have_one_process(shared: Any) -> None:

@@ -119,6 +119,13 @@ def step_of(wrap: str) -> Step:
         return timer.step(step)
 
 
+def test_a_step_is_the_same_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 without a mesh takes the kind of device that PyTorch is built for."""
+    without = step_of("fsdp2").seconds
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda check=None: torch.device("cuda"))
+    assert step_of("fsdp2").seconds == without
+
+
 @pytest.mark.parametrize("wrap", ["bucketed", "ddp", "fsdp1", "fsdp2"])
 def test_collectives_run_beside_products_and_the_step_waits_for_them(wrap: str) -> None:
     """Products bind the step: of the collectives only what is before the first one, or after the last, shows."""

@@ -1,6 +1,7 @@
 """A project of someone's own that uses the plugin: a family of naps, its tests, and runs of them in this process."""
 
 import json
+import os
 from functools import cache
 from typing import Any
 
@@ -171,7 +172,8 @@ def make_project(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, conftest: str, **files: str
 ) -> pytest.Pytester:
     """A project of one's own that uses the plugin, with a family of its own."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--device=cpu")  # whatever this machine has
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # or pytest-benchmark disables itself in there
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))  # its own family goes with it

@@ -166,7 +166,8 @@ def environment_of_a_run(**changes: str | None) -> dict[str, str]:
     inner = ("PYTEST_", "TORCHELASTIC")
     kept = "PYTEST_XDIST_WORKER_COUNT"
     ours = {name: value for name, value in os.environ.items() if name == kept or not name.startswith(inner)}
-    changed = {**ours, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **changes}
+    path = os.pathsep.join(filter(None, (str(ROOT), ours.get("PYTHONPATH"))))  # tox -e fake_gpu, no_triton: it has more
+    changed = {**ours, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **changes}
     return {name: value for name, value in changed.items() if value is not None}
 
 

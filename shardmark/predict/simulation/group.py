@@ -233,6 +233,8 @@ def one_rank_of(size: int, rank: int = 0, backend: str = "gloo", schedule: Sched
         patches.enter_context(patch.object(c10d, "_new_process_group_helper", partial(_without_ranks, backend)))
         # PyTorch names NCCL's version in errors of an NCCL group, and a build without CUDA has none.
         patches.enter_context(patch("torch.cuda.nccl.version", lambda: (0, 0, 0)))
+        # A mesh is on this device by default, and simulated tensors are on the CPU.
+        patches.enter_context(patch("torch._C._get_accelerator", lambda check=None: torch.device("cpu")))
         patches.enter_context(shortcuts())
         patches.enter_context(_real_group_aside())
         dist.init_process_group("gloo", store=FakeStore(), rank=rank, world_size=size)
