@@ -1,10 +1,11 @@
-"""NVIDIA's driver and devices, whether PyTorch can use them or not; and why it cannot."""
+"""NVIDIA's driver and devices: why PyTorch cannot use them, or a rank its GPU no longer."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,8 @@ KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 """Written by the driver; seen in a container too, to which the devices may not be given."""
 DEVICES = Path("/dev")
 """The folder of the devices nvidia0, nvidia1, ..."""
+AT_REST = 0.5
+"""Seconds that a GPU gets to finish the work of a failed call: less than other ranks get to answer."""
 
 
 def driver_version() -> str | None:
@@ -44,6 +47,28 @@ def why_unusable() -> str:
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     found = f"NVIDIA's driver is {driver}" if driver else "there is no NVIDIA driver"
     return f"torch {torch.__version__} is built {built}, {found}, and PyTorch says: {says}"
+
+
+def unrest() -> str | None:
+    """Why the GPU cannot take another call, if it cannot: an error on it stays until the process ends, and a collective
+    that other ranks never begin does not end."""
+    if not torch.cuda.is_initialized():
+        return None
+    errors: list[RuntimeError] = []
+
+    def wait(device: int) -> None:
+        try:
+            torch.cuda.set_device(device)  # the current device is each thread's own
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait, args=(torch.cuda.current_device(),), daemon=True)
+    waiting.start()
+    waiting.join(AT_REST)
+    if waiting.is_alive():
+        return "work on its GPU that does not end"
+    return f"an error on its GPU ({str(errors[0]).partition(chr(10))[0]})" if errors else None
 
 
 def _smi(*options: str) -> list[str]:

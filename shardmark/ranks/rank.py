@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmark.ranks import process_setup
+from shardmark.ranks import gpus, nccl, process_setup
 from shardmark.ranks.channel import receive, send
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.link import Host
@@ -73,8 +72,6 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise WorldError(f"a world runs module-level functions with arguments that pickle: {error}") from error
 
 
-AT_REST = 0.5
-"""Seconds that a GPU gets to finish the work of a failed call: less than other ranks get to answer."""
 WORLD_VARIABLE = "SHARDMARK_WORLD"
 """Environment variable with a rank's private folder: it marks every program that the rank starts."""
 
@@ -153,35 +150,13 @@ _calls = itertools.count(1)
 def _left_behind(before: RankState) -> dict[str, Any]:
     _collect_garbage()
     changed = before.restore()
-    broken = before.broken() or _unrest_on_gpu()
+    broken = before.broken() or gpus.unrest()
     joined = dist.is_initialized() and broken is None
     sent, received = Messages.since_last()
     collectives = dist.group.WORLD._get_sequence_number_for_group() if joined else 0  # type: ignore[union-attr]
     if joined and dist.get_backend() == "gloo":
         collectives -= Messages.total  # which Gloo numbers too
     return {"changed": changed, "broken": broken, "collectives": collectives, "sent": sent, "received": received}
-
-
-def _unrest_on_gpu() -> str | None:
-    """Why the GPU cannot take another call, if it cannot: an error on it stays until the process ends, and a collective
-    that other ranks never begin does not end."""
-    if not torch.cuda.is_initialized():
-        return None
-    errors: list[RuntimeError] = []
-
-    def wait(device: int) -> None:
-        try:
-            torch.cuda.set_device(device)  # the current device is each thread's own
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait, args=(torch.cuda.current_device(),), daemon=True)
-    waiting.start()
-    waiting.join(AT_REST)
-    if waiting.is_alive():
-        return "work on its GPU that does not end"
-    return f"an error on its GPU ({str(errors[0]).partition(chr(10))[0]})" if errors else None
 
 
 def ranks_met(device: str) -> list[int]:
@@ -255,8 +230,10 @@ def _keep_temporary_files_in(directory: Path) -> None:
 def _join(rank: int, size: int, device: str, directory: Path, host: Host | None) -> None:
     if host is not None:
         host.enter()  # while this is the only thread: the group's own threads will then be on the host too
-    interface = "lo" if host is None else host.interface
-    os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
+    # Ranks trust whoever connects to Gloo: it stays on loopback whatever the user has chosen for other programs.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if host is None else host.interface
+    if device == "cuda":
+        nccl.prepare(directory, rank)
     threads = threads_of_a_rank(size)
     # Beside other workers cores would idle, and with a link the link decides.
     if device == "cpu" and _workers() == 1 and host is None:

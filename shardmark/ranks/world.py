@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from shardmark.ranks.failures import RankError as RankError  # an error that `ru
 from shardmark.ranks.idle import Idle
 from shardmark.ranks.left_behind import Left
 from shardmark.ranks.link import Link
+from shardmark.ranks.nccl import explanation
 from shardmark.ranks.patience import Patience
 from shardmark.ranks.rank import Answer, WorldError, available_cores, pickled_call, ranks_met, serve
 
@@ -132,7 +133,7 @@ class World:
                 self._ends.append(end_of_process(process))
             joined = self._collect(DEADLINE)  # each rank answers once it has joined the group
             if failures := failures_of(joined):
-                raise rank_error(size, failures, {})
+                raise self._error(failures, {})
             self._idle = Idle(self.pids)
             self._last = ""
             """The name of the last call."""
@@ -161,10 +162,11 @@ class World:
         except BaseException:  # Ctrl-C too: ranks that are still at work are of no use to the next test
             self.close()
             raise
+        error = self._error(failures, {}) if failures else None  # with logs that go with the world
         if left.broken:
             self.close()
-        if failures:
-            raise rank_error(self.size, failures, {})
+        if error is not None:
+            raise error
         left.warn()  # last, as a warning may be an error
         return [answers[rank].value for rank in range(self.size)]
 
@@ -255,8 +257,15 @@ class World:
             seconds = patience.waited
             silent = {r: self._processes[r] for r in range(self.size) if r not in answers.keys() | dead.keys()}
             where = where_they_are(silent, self._directory, seconds, GRACE)
-            raise rank_error(self.size, dead | failures_of(answers), where)
+            raise self._error(dead | failures_of(answers), where)
         return answers
+
+    def _error(self, failures: Mapping[int, Failure], silent: Mapping[int, str]) -> RankError:
+        """The error that reports each rank, with what NCCL says of it."""
+        error = rank_error(self.size, failures, silent)
+        if self.device == "cuda" and (more := explanation(self._directory, str(error))):
+            error.args = (f"{error}\n{more}",)
+        return error
 
 
 def _loopback_is_up() -> bool:

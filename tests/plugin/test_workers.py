@@ -14,7 +14,7 @@ import torch
 from correctness.support import workers
 from correctness.support.paths import ROOT
 from correctness.support.workers import share_the_cores
-from shardmark.ranks import rank
+from shardmark.ranks import gpus, rank
 from shardmark.ranks.process_setup import let_segments_grow
 from shardmark.ranks.rank import Answer, perform, pickled_call, threads_of_a_rank
 
@@ -138,7 +138,7 @@ def test_a_call_lasts_until_its_gpu_is_done_whose_errors_are_the_calls_own(gpu: 
 
 
 def test_a_failed_call_is_told_of_though_its_gpu_waits_for_other_ranks(gpu: pytest.MonkeyPatch) -> None:
-    gpu.setattr(rank, "AT_REST", 0.01)
+    gpu.setattr(gpus, "AT_REST", 0.01)
     assert answer_of(raise_an_error).broken is None
     others = Event()
     gpu.setattr(torch.cuda, "synchronize", others.wait)
