@@ -32,9 +32,8 @@ def test_on_ranks(worlds): assert worlds(1).run(devices) == [2]
 
 def looked(**environment: str) -> list[str]:
     command = [sys.executable, "-c", LOOK]
-    done = subprocess.run(
-        command, env=environment_of_a_run(PYTHONPATH=FAKE, **environment), capture_output=True, text=True, check=True
-    )
+    given = {"PYTHONPATH": FAKE, "FAKE_GPUS": None, "CUDA_VISIBLE_DEVICES": None, **environment}
+    done = subprocess.run(command, env=environment_of_a_run(**given), capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
@@ -47,5 +46,6 @@ def test_there_are_devices_and_work_on_one_is_an_error() -> None:
 
 def test_runs_that_tests_start_and_their_ranks_see_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", FAKE)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     run = Fresh(project(tmp_path, test_costs=IN_A_RUN)).run()
     assert run.status == 0 and run.lines("2 passed"), run.output

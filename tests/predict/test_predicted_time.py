@@ -210,6 +210,7 @@ def test_attention_counts_no_products_that_its_mask_leaves_out() -> None:
         assert attends(True) == attends(False) / 2 > 0
 
 
+@pytest.mark.usefixtures("compiler")
 def test_what_a_compiler_makes_has_no_time() -> None:
     compiled = torch.compile(lambda x: (x @ x).relu())
     x = torch.ones(8, 8)

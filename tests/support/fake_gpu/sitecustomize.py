@@ -14,7 +14,6 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
-TORCH_CUDA = "torch.cuda"
 H100 = SimpleNamespace(
     name="Fake H100",
     gcnArchName="",
@@ -73,8 +72,17 @@ def fake(cuda: ModuleType) -> None:
     torch._C._get_accelerator = lambda check=None: torch.device("cuda")
 
 
-class _Fakes(Loader):
-    """The loader of `torch.cuda`, which fakes its devices once the module is there."""
+def without_driver(triton: ModuleType) -> None:
+    """Have PyTorch's compiler, which asks for the CPU's code too, look for no driver for Triton."""
+    triton.has_triton = lambda: False
+
+
+FAKES = {"torch.cuda": fake, "torch.utils._triton": without_driver}
+"""Functions that change a module once it is there."""
+
+
+class _Changing(Loader):
+    """The loader of a module of `FAKES`."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -87,17 +95,18 @@ class _Fakes(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        fake(module)
+        FAKES[module.__name__](module)
 
 
 class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != TORCH_CUDA:
+        if name not in FAKES:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
+        sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Fakes(spec.loader)
+            spec.loader = _Changing(spec.loader)
         return spec
 
 
