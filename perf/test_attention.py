@@ -82,7 +82,9 @@ RATE_BY_LENGTH = Lines(
 
 
 def _measure(measure: Measure, implementation: Implementation, case: AttentionCase, time: Race | None = None) -> Row:
-    amount = work(case)
+    amount, longest = work(case), implementation.facts.longest
+    if longest is not None and case.seq > longest:
+        pytest.skip(f"{implementation} is timed up to {longest:,} tokens")
     return measure(
         AttentionPass,
         implementation,

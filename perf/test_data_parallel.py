@@ -45,8 +45,8 @@ BUCKET_MODEL = Grid(
 REDUCTIONS = Grid(
     smoke=[ReductionCase("tiny", batch=2, context=32)],
     laptop=[ReductionCase("mini", batch=2, context=32)],
-    paper=[ReductionCase(case.model, case.batch, case.context) for case in CASES.paper],
-    full=[ReductionCase(case.model, case.batch, case.context) for case in CASES.at("full")],
+    paper=[ReductionCase(case.model, case.batch, case.context, case.dtype) for case in CASES.paper],
+    full=[ReductionCase(case.model, case.batch, case.context, case.dtype) for case in CASES.at("full")],
 )
 
 

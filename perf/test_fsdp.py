@@ -18,10 +18,8 @@ from shardmark.report.plots import MEMORY
 LOW_PRECISION = Grid(
     smoke=[],
     laptop=[replace(case, dtype="bfloat16") for case in CASES.laptop],
-    paper=[replace(case, dtype="bfloat16") for case in CASES.paper],
-    full=[replace(case, dtype="bfloat16") for case in CASES.at("full")],
+    paper=[],  # bfloat16 already
 )
-
 
 SHARDING = pytest.mark.question(
     "What does sharding everything save, and what does it cost?",

@@ -41,10 +41,21 @@ from shardmark.verdict.betting import interval, paired_ratios
 
 KINDS = ("strong", "weak")
 
+
+def _on_cuda(kind: str, model: str, dtype: str = "bfloat16") -> ScalingCase:
+    return ScalingCase(kind, model, batch=8, context=512, dtype=dtype)
+
+
 CASES = Grid(
     smoke=[ScalingCase(kind, "tiny", batch=4, context=32) for kind in KINDS],
     laptop=[ScalingCase(kind, "mini", batch=4, context=32) for kind in KINDS],
-    paper=[ScalingCase(kind, model, batch=8, context=512) for model in ("small", "large") for kind in KINDS],
+    paper=[_on_cuda(kind, model) for model in ("small", "large") for kind in KINDS],
+    full=[
+        _on_cuda(kind, model, dtype)
+        for dtype in ("bfloat16", "float32")
+        for model in ("small", "large")
+        for kind in KINDS
+    ],
 )
 
 

@@ -48,6 +48,19 @@ def first_steps_peak(implementation: Implementation, case: TrainingStepCase) -> 
     return memory.tensors
 
 
+@pytest.mark.parametrize(
+    "case", [TrainingStepCase("tiny", 2, 32), TrainingStepCase("tiny", 2, 32, dtype="bfloat16")], ids=str
+)
+@pytest.mark.parametrize("name", ["naive", "bucketed"])
+def test_a_peak_is_the_formulas_under_autocast_too(
+    name: str, case: TrainingStepCase, worlds: WorldsBySize, device: str
+) -> None:
+    """Under autocast activations have half the bytes; gradients, and so what is communicated, have as many."""
+    implementation = family("data_parallel").implementations[name]
+    expected = [{"peak": implementation.peak(case, device)}] * 2
+    assert_metered(worlds(2), expected, peak, implementation, case, below=0.01)
+
+
 @pytest.mark.parametrize("bucket_mb", [1, pytest.param(25, marks=pytest.mark.sweep)])
 def test_learning_the_order_takes_no_more_than_a_step(bucket_mb: int, worlds: WorldsBySize, device: str) -> None:
     case = TrainingStepCase("deep", 1, 4, bucket_mb=bucket_mb)

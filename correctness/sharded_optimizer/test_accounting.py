@@ -32,6 +32,7 @@ def peak(name: str, case: ShardedStepCase) -> dict[str, int]:
         ("unsharded", AT_LAYERS),
         ("sharded", AT_END),
         ("sharded", AT_LOSS),
+        ("sharded", replace(AT_LOSS, dtype="bfloat16")),
         ("sharded", FEW_BUCKETS),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,6 +14,14 @@ from shardmark.api import Family, Race, Refusable, RegistryError, Unsupported, a
 
 COLUMNS = "tensors whose columns are not contiguous"
 FEWER_HEADS = "fewer heads in k and v than in q"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about an attention that questions need, stated where it is registered; a user's own gets the defaults."""
+
+    longest: int | None = None
+    """Tokens of the longest sequence that is timed; None for any length."""
 
 
 class Attention(Protocol):
@@ -148,5 +157,6 @@ FAMILY = add_family(
         may_refuse=MAY_REFUSE,
         memory=flash_pytorch_peak,  # for a user's own attention: no quadratic memory
         time=Race("eager"),
+        facts=Facts(),
     )
 )

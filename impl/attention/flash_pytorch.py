@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from impl.attention.accounting import flash_pytorch_peak
-from impl.attention.contract import check_inputs, kv_group, per_query_head
+from impl.attention.contract import Facts, check_inputs, kv_group, per_query_head
 from impl.autograd import FirstDerivative
 from shardmark.api import Race, register
 
@@ -151,5 +151,6 @@ register(
     FlashAttentionPyTorch,
     memory=functools.partial(flash_pytorch_peak, tile_rows=TILE),
     time=Race("eager", goal=1.0, applies=_is_long_on_cpu),
+    facts=Facts(longest=8192),  # at 65,536 tokens its loops launch 0.8 million kernels
     called="FlashAttention in PyTorch",
 )

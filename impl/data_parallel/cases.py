@@ -31,7 +31,11 @@ class ReductionCase(TrainingStepCase):
 CASES = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=32)],
     laptop=[TrainingStepCase("mini", batch=2, context=32)],
-    paper=[TrainingStepCase(model, batch=4, context=512) for model in ("medium", "xl")],
-    full=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+    paper=[TrainingStepCase(model, batch=4, context=512, dtype="bfloat16") for model in ("medium", "xl")],
+    full=[
+        TrainingStepCase(model, batch=4, context=512, dtype=dtype)
+        for dtype in ("bfloat16", "float32")
+        for model in ("small", "medium", "large", "xl")
+    ],
     own=OwnModelCase.of,
 )

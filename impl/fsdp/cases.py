@@ -81,7 +81,11 @@ class NineLinearsCase:
 CASES = Grid(
     smoke=[FSDPCase("tiny", batch=2, context=32)],
     laptop=[FSDPCase("mini", batch=2, context=32)],
-    paper=[FSDPCase(model, batch=4, context=512) for model in ("medium", "xl")],
-    full=[FSDPCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+    paper=[FSDPCase(model, batch=4, context=512, dtype="bfloat16") for model in ("medium", "xl")],
+    full=[
+        FSDPCase(model, batch=4, context=512, dtype=dtype)
+        for dtype in ("bfloat16", "float32")
+        for model in ("small", "medium", "large", "xl")
+    ],
     own=OwnModelCase.of,
 )

@@ -18,7 +18,11 @@ class ShardedStepCase(TrainingStepCase):
 CASES = Grid(
     smoke=[ShardedStepCase("tiny", batch=2, context=32)],
     laptop=[ShardedStepCase("mini", batch=2, context=32)],
-    paper=[ShardedStepCase(model, batch=4, context=512) for model in ("medium", "xl")],
-    full=[ShardedStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+    paper=[ShardedStepCase(model, batch=4, context=512, dtype="bfloat16") for model in ("medium", "xl")],
+    full=[
+        ShardedStepCase(model, batch=4, context=512, dtype=dtype)
+        for dtype in ("bfloat16", "float32")
+        for model in ("small", "medium", "large", "xl")
+    ],
     own=OwnModelCase.of,
 )

@@ -10,6 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from impl.model import SIZES, Transformer
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
+from impl.precision import PRECISIONS, Precision
+from impl.training_step import eager
 from impl.training_step.cases import TrainingStepCase
 from shardmark.api import (
     Implementation,
@@ -25,8 +27,8 @@ from shardmark.api import (
 
 
 def made(case: TrainingStepCase | OwnModelCase, casts: bool = False) -> Made:
-    """Make the case's model, batch, loss and optimizer on the default device. The loss of a user's own model is under
-    autocast if the case asks for a compute dtype, unless the strategy `casts` to it itself."""
+    """Make the case's model, batch, loss and optimizer on the default device. The loss is under autocast if the case
+    asks for a compute dtype, unless the strategy `casts` to it itself."""
     if isinstance(case, OwnModelCase):
         own = make(case.model, torch.get_default_device().type)
         for dim, size in enumerate((case.batch, case.context)):
@@ -35,19 +37,21 @@ def made(case: TrainingStepCase | OwnModelCase, casts: bool = False) -> Made:
         if case.recipe.optimizer is not None:
             own.optimizer = named_optimizer(case.recipe.optimizer)
         if case.recipe.compute_dtype and not casts:
-            own.loss = _under_autocast(own.loss)
+            own.loss = _under_autocast(own.loss, PRECISIONS["bfloat16"])
         if case.checkpointed:
             checkpointed(resolve("checkpointing", "full"), own, case)
         return own
-    model = language_model(case)
-    return Made(model, random_tokens(case), next_token_loss, model.blocks)
+    model, loss = language_model(case), next_token_loss
+    if case.dtype != "float32" and not casts:
+        loss = _under_autocast(eager.next_token_loss, PRECISIONS[case.dtype])
+    return Made(model, random_tokens(case), loss, model.blocks)
 
 
-def _under_autocast(loss: Loss) -> Loss:
-    """The model and its loss under autocast to bfloat16."""
+def _under_autocast(loss: Loss, precision: Precision) -> Loss:
+    """The model and its loss under autocast to that precision's dtype."""
 
     def autocast(model: nn.Module, *batch: Any) -> Tensor:
-        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
+        with precision.autocast(next(model.parameters()).device.type):
             return loss(model, *batch)
 
     return autocast

@@ -58,6 +58,15 @@ def test_casts_are_cudas(device_type: str) -> None:
         assert linear(x, x).softmax(-1).dtype == torch.bfloat16  # the CPU's own casts are back
 
 
+def test_autocast_is_read_and_set_alike() -> None:
+    """The compiler reads the state before it traces, and sets afterwards what it has read."""
+    with simulation(on=H100), torch.autocast("cuda", dtype=torch.bfloat16):
+        for enabled in (False, True):
+            torch.set_autocast_enabled("cuda", enabled)
+            assert torch.is_autocast_enabled("cuda") == enabled
+    assert not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu")
+
+
 VALUES = 2 * 4 * 256 * 64
 """Values in each of q, k, v and the output: batch * heads * length * width."""
 

@@ -53,12 +53,21 @@ def _cuda_is_cpu() -> Iterator[None]:
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")  # its default is float16
         init(self, device_type, dtype, *args, **kwargs)
 
-    enabled = torch.is_autocast_enabled
+    enabled, set_ = torch.is_autocast_enabled, torch.set_autocast_enabled
 
     def is_enabled(device_type: str = "cpu") -> bool:
         return enabled("cpu" if device_type == "cuda" else device_type)
 
-    with patch.object(torch.autocast, "__init__", of_cpu), patch.object(torch, "is_autocast_enabled", is_enabled):
+    def set_enabled(*args: Any) -> None:
+        *devices, value = args  # the device may be left out, and is CUDA then
+        set_("cpu" if devices in ([], ["cuda"]) else devices[0], value)
+
+    # Read and set alike: the compiler reads the state before it traces, and sets what it has read afterwards.
+    with (
+        patch.object(torch.autocast, "__init__", of_cpu),
+        patch.object(torch, "is_autocast_enabled", is_enabled),
+        patch.object(torch, "set_autocast_enabled", set_enabled),
+    ):
         yield
 
 
