@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from impl.collectives.accounting import bus_bandwidth, bytes_sent
-from impl.collectives.cases import COLLECTIVES, CollectiveCase
-from shardmark.api import Grid, Implementation, Mark, Work
+from impl.collectives.cases import COLLECTIVES, KB, CollectiveCase
+from impl.collectives.workload import Collective
+from shardmark.api import MB, Grid, Implementation, Work
 from shardmark.meter.communication import tcp_bytes_sent
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
@@ -18,20 +18,21 @@ from shardmark.report.observed_answers import fastest_by_collective
 from shardmark.report.plots import Lines
 
 
-def _cases(*megabytes: int) -> list[CollectiveCase]:
-    return [CollectiveCase(collective, size) for collective in COLLECTIVES for size in megabytes]
+def _cases(*sizes: int) -> list[CollectiveCase]:
+    return [CollectiveCase(collective, size) for collective in COLLECTIVES for size in sizes]
 
 
 SIZES = Grid(
-    smoke=_cases(1),
-    laptop=[*_cases(1, 25), CollectiveCase("all_reduce", 100)],
-    paper=_cases(1, 25, 1024),
-    full=_cases(1, 10, 25, 100, 1024),
+    smoke=_cases(MB),
+    laptop=[*_cases(4 * KB, MB, 25 * MB), CollectiveCase("all_reduce", 100 * MB)],
+    paper=_cases(8, 4 * KB, 256 * KB, 4 * MB, 64 * MB, 1024 * MB, 8192 * MB),  # a case that does not fit is not started
+    full=_cases(8, 4 * KB, 256 * KB, MB, 4 * MB, 10 * MB, 25 * MB, 64 * MB, 100 * MB, 1024 * MB, 8192 * MB),
 )
+"""Latency decides at 8 bytes, bandwidth from some 64 MB on."""
 
 LARGE_ALL_REDUCE = Grid(
-    smoke=[CollectiveCase("all_reduce", 10)],
-    laptop=[CollectiveCase("all_reduce", 1024)],
+    smoke=[CollectiveCase("all_reduce", 10 * MB)],
+    laptop=[CollectiveCase("all_reduce", 1024 * MB)],
     paper=[],
 )
 """Measured for the backend alone; with a peer it would take minutes."""
@@ -46,10 +47,10 @@ pytestmark = [
         plots=[
             Lines(
                 "Bus bandwidth by size",
-                "case.megabytes",
+                "case.size",
                 "work.bus_bandwidth",
                 "B/s",
-                "MB",
+                "bytes",
                 "busbw",
                 panels="case.collective",
             )
@@ -57,25 +58,6 @@ pytestmark = [
     ),
     pytest.mark.benchmark(max_time=0.1),
 ]
-
-
-class Collective:
-    """One collective of each rank's tensors: an all-reduce in place, the others out of place."""
-
-    def __init__(self, implementation: Implementation, case: CollectiveCase, device: str) -> None:
-        self.backend = dist.get_backend()
-        large, small = case.elements, case.elements // case.ranks
-        arguments = {"all_reduce": [large], "reduce_scatter": [small, large], "all_gather": [large, small]}
-        self.tensors = [torch.ones(elements, device=device) for elements in arguments[case.collective]]
-        self.collective = getattr(implementation.adapted, case.collective)
-
-    def prepare(self) -> None:
-        """Keep the values small however often they are summed."""
-        self.tensors[0].mul_(1 / dist.get_world_size())
-
-    def step(self, mark: Mark) -> None:
-        """One collective."""
-        self.collective(*self.tensors)
 
 
 def sent_over_tcp(implementation: Implementation, case: CollectiveCase, device: str) -> int:

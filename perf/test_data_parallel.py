@@ -32,7 +32,7 @@ BUCKETS = Grid(
 
 
 def _overhead(model: str, scale: str, *kilobytes: int) -> OverheadCase:
-    largest = max(kilobytes) * 1024 // MB
+    largest = max(kilobytes) * 1024
     return OverheadCase("all_reduce", largest, model=model, bucket_sizes=_SIZES[scale], kilobytes=kilobytes)
 
 

@@ -16,7 +16,7 @@ from impl.collectives.accounting import ring_peak
 from impl.collectives.base import MessageCollectives, requires_gloo
 from impl.collectives.cases import CollectiveCase
 from impl.collectives.messages import Peers, Steps
-from shardmark.api import Race, register
+from shardmark.api import MB, Race, register
 
 
 class Ring(MessageCollectives):
@@ -48,7 +48,7 @@ class Ring(MessageCollectives):
 
 def _gloo_reduces_to_scatter(case: CollectiveCase, device: str) -> bool:
     """True if the backend sends twice the bytes, and the tensor is so large that bytes determine the time."""
-    return device == "cpu" and case.collective == "reduce_scatter" and case.megabytes >= 10
+    return device == "cpu" and case.collective == "reduce_scatter" and case.size >= 10 * MB
 
 
 register(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from impl.collectives.cases import CollectiveCase
+from impl.collectives.cases import CollectiveCase, in_units
 from impl.data_parallel.cases import ReductionCase
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.micro_batches import accumulate
@@ -21,7 +21,7 @@ from shardmark.api import Implementation, Mark, trains_own_model
 
 @dataclass(frozen=True)
 class OverheadCase(CollectiveCase):
-    """All-reduces of float32 tensors of `kilobytes` each, up to `megabytes`. Their times give overhead and
+    """All-reduces of float32 tensors of `kilobytes` each, up to `size` bytes. Their times give overhead and
     bandwidth, and so the expected cost of each of `bucket_sizes` (MB) in the training step of `model`."""
 
     model: str = "tiny"
@@ -34,7 +34,7 @@ class OverheadCase(CollectiveCase):
     @property
     def words(self) -> str:
         """The case as sentences have it."""
-        return f"for all-reduces of up to {self.megabytes:,} MB"
+        return f"for all-reduces of up to {in_units(self.size, ' ')}"
 
 
 class DataParallelStep(RankStep):

@@ -24,7 +24,8 @@ class Workload(Protocol):
     """One case made ready to run on one rank: `Workload(implementation, case, device)` makes its tensors and modules.
 
     `backend` names what runs underneath (a process-group backend, an attention kernel). An observer may need further
-    methods, such as `kinds()`, and names them (`shardmark.rows.observers`).
+    methods, such as `kinds()`, and names them (`shardmark.rows.observers`). One that has `calls`, a number, takes that
+    many steps back to back in each measurement, whose time is divided by it: for steps of microseconds.
     """
 
     backend: str

@@ -20,16 +20,14 @@ import torch.distributed as dist
 
 from shardmark.api.registry import Implementation, Unsupported
 from shardmark.api.workload import Mark, Workload
-from shardmark.meter.clock import Laps, Stopwatch
+from shardmark.meter.clock import MEETING, Laps, Stopwatch
 from shardmark.meter.counters import count
 from shardmark.meter.disturbances import Threads
-from shardmark.meter.gloo_workers import workers_free_first
 from shardmark.meter.load import Load
 from shardmark.meter.memory import Memory, meter, release
-from shardmark.meter.over_budget import STEP, Held, held_at_peak
 from shardmark.meter.plan import IMPLEMENTATION, LOAD, PEER, Measured, Plan, Rounds
-from shardmark.meter.recording import mark, no_gc, recording
-from shardmark.meter.trace import modules_of, nvtx_range
+from shardmark.meter.recording import no_gc
+from shardmark.meter.trace import nvtx_range
 from shardmark.verdict.betting import fewest_rounds
 from shardmark.verdict.budget import RANKS_ALIKE
 
@@ -238,36 +236,27 @@ def warmed_up(plan: Plan, count: int = WARMUPS) -> Any:
     return workload
 
 
-def blocks_at_peak(plan: Plan, warmups: int = WARMUPS) -> list[Held]:
-    """This rank's tensors at the peak of the step after the warm-ups, largest first. Every rank must call it together.
-
-    It makes a pass of its own, after a budget has failed: recording Python's frames is slow.
-    """
-    release(plan.device)
-    with workers_free_first(plan.device), recording(plan.device, lines=True) as recorded:
-        workload = warmed_up(plan, warmups)
-        workload.prepare()
-        modules = modules_of(workload).named_modules()
-        recorded.modules = {id(module): name or type(module).__name__ for name, module in modules}
-        mark(STEP)
-        workload.step(lambda part: None)
-    return held_at_peak(recorded.replay())
-
-
 def shuffled(names: Sequence[T], coin: random.Random | None = None) -> list[T]:
     """The names in random order, so that changes of the machine favour none of them."""
     return (coin or random.SystemRandom()).sample(names, len(names))
 
 
 def timed_step(plan: Plan, workload: Workload, step: Callable[[Mark], None], ahead: float = 0.0) -> Laps:
-    """Time one step on this rank; all ranks begin it together. See `Stopwatch` for `ahead`."""
+    """Time one step on this rank, or each of the workload's `calls`; all ranks begin together. See `Stopwatch` for
+    `ahead`, the host's seconds for one step."""
     workload.prepare()
-    watch = Stopwatch(plan.device, ahead)
-    if plan.world_size > 1:
+    calls, ranks = getattr(workload, "calls", 1), plan.world_size > 1
+    watch = Stopwatch(plan.device, ahead and calls * ahead + ranks * MEETING)
+    if ranks:
         dist.barrier()
-    watch.start()
-    step(watch.mark)
-    return watch.stop()
+    watch.start(_meet if ranks else None)
+    for _ in range(calls):
+        step(watch.mark)
+    return watch.stop().at_pace(calls)
+
+
+def _meet() -> None:
+    dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 def _largest(plan: Plan, values: T) -> T:

@@ -15,8 +15,9 @@ from shardmark.api import registry
 from shardmark.api.registry import Implementation, Race
 from shardmark.api.work import Work
 from shardmark.api.workload import Workload
+from shardmark.meter.at_peak import blocks_at_peak
 from shardmark.meter.callers import Callers, callers
-from shardmark.meter.measure_case import NEAR, blocks_at_peak, measure
+from shardmark.meter.measure_case import NEAR, measure
 from shardmark.meter.memory import Memory
 from shardmark.meter.over_budget import Held
 from shardmark.meter.plan import Identity, Measured, Plan, Rounds

@@ -19,13 +19,13 @@ from impl.attention import eager_attention
 from impl.attention.cases import MODES, AttentionCase
 from impl.attention.workload import AttentionPass
 from impl.collectives.accounting import bus_bandwidth
-from impl.collectives.cases import CollectiveCase
+from impl.collectives.cases import CollectiveCase, calls
 from impl.data_parallel import accounting as data_parallel
 from impl.data_parallel.workload import DataParallelStep
 from impl.model import SIZES, Transformer
 from impl.training_step import accounting as training_step
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
-from shardmark.api import followed
+from shardmark.api import MB, followed
 from shardmark.api.registry import Implementation, family
 from shardmark.meter.measure_case import metered_peak
 
@@ -128,4 +128,16 @@ def test_data_parallel_work_is_that_of_all_ranks() -> None:
 def test_bus_bandwidth_is_that_of_nccls_tests() -> None:
     """1 GB in 10 ms on 8 ranks: 100 GB/s algorithm, 175 GB/s bus."""
     assert bus_bandwidth("all_reduce", 10**9, 0.01, 8) == pytest.approx(175e9)
-    assert CollectiveCase("all_reduce", 1).bytes == 2**20
+    assert CollectiveCase("all_reduce", MB).bytes == 2**20
+
+
+def test_a_small_collective_is_called_often_and_has_an_element_for_each_rank() -> None:
+    for device, most in (("cpu", 20), ("cuda", 100)):
+        counts = [calls(size, device) for size in (8, 4096, MB, 64 * MB, 64 * MB + 4, 8192 * MB)]
+        assert counts[0] == most and counts[-1] == 1 and counts == sorted(counts, reverse=True)
+    assert CollectiveCase("all_gather", 8, ranks=4).bytes == 16 and CollectiveCase("all_reduce", 8).bytes == 8
+    assert list(map(str, (CollectiveCase("all_reduce", size) for size in (8, 4096, 8192 * MB)))) == [
+        "all_reduce-8B",
+        "all_reduce-4KB",
+        "all_reduce-8192MB",
+    ]

@@ -30,6 +30,7 @@ from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.training_step import EagerStep
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import TrainingStepCase
+from shardmark.api import MB
 from shardmark.api.registry import family
 from shardmark.meter.memory import meter
 
@@ -146,7 +147,7 @@ def test_nccls_reduce_scatter_has_no_buffers_of_ours(name: str, case: Any) -> No
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_nccl_works_on_the_tensors_and_gloo_on_copies(collective: str) -> None:
-    case = CollectiveCase(collective, 1)
+    case = CollectiveCase(collective, MB)
     backend = family("collectives").implementations["backend"]
     assert backend.peak(case, "cuda") == in_place_peak(case)
     assert backend.peak(case, "cpu") == in_place_peak(case) + (0 if collective == "all_reduce" else case.bytes)

@@ -25,6 +25,7 @@ from impl.sharded_optimizer.workload import ShardedStep
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.workload import LanguageModelStep
+from shardmark.api import MB
 from shardmark.api.registry import FAMILIES, Implementation, family
 
 STEP = TrainingStepCase("mini", 2, 32)
@@ -65,7 +66,7 @@ CASES = {
     "attention": AttentionCase(batch=2, seq=300, head_dim=32),
     "loss": LossCase(tokens=64, dim=32, vocab=500),
     "optimizer": OptimizerCase("tiny", clipping="in_step"),
-    "collectives": CollectiveCase("reduce_scatter", 1),
+    "collectives": CollectiveCase("reduce_scatter", MB),
     "data_parallel": ReductionCase("deep", 1, 4),
     "sharded_optimizer": ShardedStepCase("mini", 2, 32),
     "fsdp": FSDPCase("mini", 2, 32),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from correctness.support.metering import plan_of
 from shardmark.api.registry import Implementation
 from shardmark.api.workload import Mark
-from shardmark.meter.measure_case import blocks_at_peak
+from shardmark.meter.at_peak import blocks_at_peak
 from shardmark.meter.over_budget import Held, excess_lines
 from tests.support.project import row_of, run_project
 

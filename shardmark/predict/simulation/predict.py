@@ -18,9 +18,10 @@ import torch
 from shardmark.api.recipe import PLAIN
 from shardmark.api.registry import Unsupported
 from shardmark.api.workload import Mark
+from shardmark.meter.at_peak import blocks_at_peak
 from shardmark.meter.clock import MOST_AHEAD
 from shardmark.meter.hardware import CPU, Hardware
-from shardmark.meter.measure_case import WARMUPS, blocks_at_peak, meter_pass
+from shardmark.meter.measure_case import WARMUPS, meter_pass
 from shardmark.meter.memory import is_out_of_memory, release
 from shardmark.meter.over_budget import Held
 from shardmark.meter.plan import Measured, Plan

@@ -1,0 +1,94 @@
+"""Beginning together, and several calls in one measurement: what is timed, and what is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from correctness.support.metering import plan_of
+from shardmark.api.registry import Implementation
+from shardmark.api.workload import Mark
+from shardmark.meter import clock
+from shardmark.meter import measure_case as passes
+from shardmark.meter.clock import Stopwatch
+from tests.support.measured import stand_in
+
+LOG: list[str] = []
+
+
+class Ticking:
+    """A step that takes a millisecond of a clock of its own, and logs its calls."""
+
+    backend = "none"
+    now = 0.0
+
+    def __init__(self, implementation: Implementation, case: object, device: str) -> None:
+        self.name = implementation.name
+
+    def prepare(self) -> None:
+        LOG.append(f"prepare {self.name}")
+
+    def step(self, mark: Mark) -> None:
+        LOG.append(f"step {self.name}")
+        Ticking.now += 1e-3
+        mark("all")
+
+
+class FiveCalls(Ticking):
+    calls = 5
+
+
+@pytest.fixture(autouse=True)
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    LOG.clear()
+    Ticking.now = 0.0
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: Ticking.now)
+
+
+def test_calls_are_back_to_back_and_the_time_is_that_of_one() -> None:
+    plan = plan_of(FiveCalls, stand_in("mine"), None)
+    workload = FiveCalls(plan.implementation, None, "cpu")
+    laps = passes.timed_step(plan, workload, workload.step)
+    assert ["prepare mine", *["step mine"] * 5] == LOG
+    assert laps.seconds == laps.parts["all"] == pytest.approx(1e-3)
+
+
+class OnCuda:
+    """CUDA's functions that a stopwatch calls, logged; events are 2 ms apart."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        event = SimpleNamespace(record=lambda: LOG.append("event"), elapsed_time=lambda after: 2.0)
+        monkeypatch.setattr(clock, "_cycles_per_second", lambda: 1e6)
+        monkeypatch.setattr(clock, "_seconds", lambda before, after: 2e-3)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: LOG.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: LOG.append(f"spin {cycles}"))
+
+
+def test_devices_meet_after_the_spin_and_before_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spin is as long as the host takes to launch all calls, and the meeting."""
+    OnCuda(monkeypatch)
+    monkeypatch.setattr(dist, "barrier", lambda: LOG.append("barrier"))
+    monkeypatch.setattr(passes, "_meet", lambda: LOG.append("meet"))
+    plan = replace(plan_of(FiveCalls, stand_in("mine"), None), device="cuda", world_size=2)
+    workload = FiveCalls(plan.implementation, None, "cuda")
+    laps = passes.timed_step(plan, workload, lambda mark: LOG.append("step"), ahead=1e-3)
+    begun = ["prepare mine", "barrier", "synchronize", "spin 5100", "meet", "event"]
+    assert [*begun, *["step"] * 5, "event", "synchronize"] == LOG
+    assert laps.seconds == pytest.approx(2e-3 / 5)
+
+
+def test_one_rank_meets_nobody_and_a_warm_up_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    OnCuda(monkeypatch)
+    monkeypatch.setattr(passes, "_meet", lambda: LOG.append("meet"))
+    plan = replace(plan_of(Ticking, stand_in("mine"), None), device="cuda")
+    passes.timed_step(plan, Ticking(plan.implementation, None, "cuda"), lambda mark: None)
+    assert LOG == ["prepare mine", "synchronize", "event", "event", "synchronize"]
+
+
+def test_a_stopwatch_on_cpu_does_not_meet() -> None:
+    Stopwatch("cpu").start(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
