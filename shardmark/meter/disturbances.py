@@ -1,4 +1,4 @@
-"""Disturbances while a case was timed, as far as the times and the kernel's scheduler show them.
+"""Disturbances while a case was timed, as far as the times, the kernel's scheduler and the GPU show them.
 
 They show whether a quieter machine is needed, and what disturbs this one. A time budget does not use them, as a
 disturbance widens its interval. There is one exception: ranks whose threads waited for a core
@@ -30,6 +30,9 @@ _CERTAIN = 4.0
 """A change of this many standard errors is not chance."""
 
 WAITED, WARMUP, DRIFT, LEVEL, BURSTS = "waited", "warm-up", "drift", "level", "bursts"
+POWER, HEAT, SLOWDOWN = "power", "heat", "slowdown"
+THROTTLED = (POWER, HEAT, SLOWDOWN)
+"""Clocks of the GPU that power or heat lowered; of a slowdown the GPU does not say which."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,9 @@ def in_words(found: dict[str, float]) -> str:
     clock_or_neighbour = "a neighbour comes or goes" if WAITED in found else "the clock rate changes"
     said = {
         WAITED: "its threads waited {:.0%} of the time for a core, which others had",
+        POWER: "the power limit lowered the GPU's clocks for {:.0%} of the time",
+        HEAT: "heat lowered the GPU's clocks for {:.0%} of the time",
+        SLOWDOWN: "the GPU's hardware lowered its clocks for {:.0%} of the time, as for heat or power",
         BURSTS: "{:.0%} of the rounds were bursts",
         WARMUP: "the first rounds were {:.0%} slower",
         DRIFT: "a drift of {:+.0%}",

@@ -23,6 +23,7 @@ from shardmark.api.workload import Mark, Workload
 from shardmark.meter.clock import MEETING, Laps, Stopwatch
 from shardmark.meter.counters import count
 from shardmark.meter.disturbances import Threads
+from shardmark.meter.gpu import GpuWatch
 from shardmark.meter.load import Load
 from shardmark.meter.memory import Memory, meter, release
 from shardmark.meter.plan import IMPLEMENTATION, LOAD, PEER, Measured, Plan, Rounds
@@ -180,7 +181,7 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     pair = [name for name in (IMPLEMENTATION, PEER) if name in steps]
     parts = [name for name in steps if name not in (*pair, LOAD)]
     with no_gc() if plan.rounds.disable_gc else nullcontext():
-        began, threads = time.perf_counter(), Threads.now()
+        began, threads, gpu = time.perf_counter(), Threads.now(), GpuWatch(plan.device)
         for i in rounds_while(lambda: _undecided(plan, measured), rounds, plan.rounds, partial(_largest, plan)):
             pair = shuffled(pair, coin)
             if len(pair) == 2:
@@ -188,6 +189,8 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
             for name in [*pair, *(shuffled(parts, coin) if i < rounds else ()), *((LOAD,) if plan.load else ())]:
                 with nvtx_range(names.get(name, f"{plan.implementation} {name}"), plan.device):
                     measured.laps[name].append(timed_step(plan, *steps[name], ahead[name]))
+            gpu.sample()
+        measured.gpu = gpu.figures()
         waited, elapsed = Threads.now().waited(threads, torch.get_num_threads()), time.perf_counter() - began
         measured.waited = waited / elapsed
     return measured

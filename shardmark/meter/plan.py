@@ -16,6 +16,7 @@ from shardmark.verdict.budget import Limits, MemoryBudget
 
 if TYPE_CHECKING:
     from shardmark.meter.counters import Counters
+    from shardmark.meter.gpu import GpuFigures
 
 IMPLEMENTATION, PEER, LOAD = "implementation", "peer", "load"
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -125,6 +126,8 @@ class Measured:
     """On CUDA, the host's seconds to launch the last warm-up; in rounds it may wait for the device."""
     waited: float = 0.0
     """Share of the timed rounds for which this rank's threads were ready to run and had no core."""
+    gpu: GpuFigures | None = None
+    """This rank's GPU through the timed rounds; None on CPU, and without NVML."""
     counters: Counters | None = None
     """Counts of one more step, after all rounds."""
     observed: dict[type[RankObserver], Any] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from shardmark.rows.change import Line
 from shardmark.rows.figures import main_figures
 from shardmark.rows.fill import (
     counters_entry,
+    gpus_entry,
     limit_entry,
     memory_entry,
     new_row,
@@ -105,6 +106,8 @@ class Recorder:
         if memory is not None or ranks[0].memory.phases:  # metered, though it has no budget
             row["memory"] = memory_entry(ranks, memory)
         row["counters"] = counters_entry(ranks)
+        if gpus := gpus_entry(ranks):
+            row["gpus"] = gpus
         ratios = None if peer is None else session.times.ratios(key, identity.implementation, peer)
         row["time"], ratio = time_entry(ranks, time, confidence, ratios)
         row["time"]["pace"] = pace

@@ -76,8 +76,8 @@ def _in_short(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
     when = f"  \nMeasured on {inert(summary.date)}." if summary.date else ""
     yield from ("", f"**{inert(verdict(summary))}**")
     yield from ("", f"{inert(summary.where())}  ", f"{inert(summary.what())}{when}")
-    if busy := summary.busy():
-        yield from ("", f"{busy.capitalize()}.")
+    for said in filter(None, (summary.busy(), summary.throttled())):
+        yield from ("", f"{said[0].upper()}{said[1:]}.")
     yield from _listed("Failed", outcomes.failed, summary)
     yield from _listed("Undecided", outcomes.undecided, summary)
     if goals := summary.goals():

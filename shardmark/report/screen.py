@@ -56,8 +56,8 @@ def _head(summary: Summary, width: int) -> Iterator[Styled]:
     yield from _wrapped(verdict(summary), width, style=BOLD | (RED if summary.outcomes.failed else PLAIN))
     yield from _wrapped(summary.where(), width)
     yield from _wrapped(summary.what(), width)
-    if busy := summary.busy():
-        yield from _wrapped(busy, width, style=YELLOW)
+    for said in filter(None, (summary.busy(), summary.throttled())):
+        yield from _wrapped(said, width, style=YELLOW)
 
 
 def _goals(summary: Summary, width: int, verbose: bool) -> Iterator[Styled]:

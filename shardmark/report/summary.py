@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardmark.meter.disturbances import NOTED, WAITED
+from shardmark.meter.disturbances import NOTED, THROTTLED, WAITED, in_words
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.questions import Questions
 from shardmark.report.words import called_peer, share
@@ -84,6 +84,18 @@ class Summary:
             return None
         return f"the machine was busy: {waited} of {len(machines)} rows waited for a core"
 
+    def throttled(self) -> str | None:
+        """The rows whose GPU's clocks were lowered by power or heat, each with its words; None without any."""
+        found = [
+            f"{self.name(entry['fullname'])}: {in_words(lowered)}"
+            for entry in self.entries
+            if (lowered := _lowered(entry["extra_info"]["time"].get("machine", {})))
+        ]
+        if not found:
+            return None
+        others = f"; and {number_of(len(found) - 1, 'other row')}" if len(found) > 1 else ""
+        return f"GPUs were throttled: {found[0]}{others}"
+
     def name(self, test: str) -> str:
         """A test's implementation and case; for a test without a row, its own name."""
         for entry in self.entries:
@@ -110,6 +122,10 @@ class Summary:
             for figure, goal in limit.get("goals", {}).items():
                 if goal["outcome"] == MISSED:
                     yield self.name(entry["fullname"]), f"{figure} {limit[figure]:.0%}, goal {goal['goal']:.0%}"
+
+
+def _lowered(machine: dict[str, float]) -> dict[str, float]:
+    return {name: machine[name] for name in THROTTLED if name in machine}
 
 
 def _in_words(ranks: list[int]) -> str:

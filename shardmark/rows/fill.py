@@ -9,11 +9,11 @@ from typing import Any, cast
 
 from shardmark.api.registry import Race
 from shardmark.api.work import Work
-from shardmark.meter.disturbances import disturbances
+from shardmark.meter.disturbances import NOTED, THROTTLED, disturbances
 from shardmark.meter.memory import Memory
 from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
 from shardmark.meter.roofline import Roofline
-from shardmark.rows.row import SCHEMA, Counters, Limit, Row, Time
+from shardmark.rows.row import SCHEMA, Counters, Gpu, Limit, Row, Time
 from shardmark.rows.row import Memory as MemoryPart
 from shardmark.verdict.betting import SHOWN_CONFIDENCE, Interval, interval, paired_ratios
 from shardmark.verdict.budget import WORTH, MemoryBudget
@@ -112,7 +112,8 @@ def time_entry(
             step_seconds(ranks),
             step_seconds(ranks, PEER) if PEER in ranks[0].laps else [],
             max((rank.waited for rank in ranks), default=0.0),
-        ),
+        )
+        | throttled(ranks),
     }
     if race is not None and ratios is None and PEER in ranks[0].laps:
         ratios = paired_ratios(step_seconds(ranks), step_seconds(ranks, PEER))
@@ -131,6 +132,21 @@ def time_entry(
         "outcome": None if race.goal is None else shown.outcome(race.goal * (1 + WORTH)),
     }
     return entry, judged
+
+
+def gpus_entry(ranks: Sequence[Measured]) -> list[Gpu]:
+    """Each rank's GPU; empty unless NVML knows all of them."""
+    figures = [rank.gpu for rank in ranks if rank.gpu is not None]
+    return [cast(Gpu, asdict(each)) for each in figures] if len(figures) == len(ranks) else []
+
+
+def throttled(ranks: Sequence[Measured]) -> dict[str, float]:
+    """Disturbances of the rank whose GPU's clocks were lowered longest, by cause."""
+    shares = {
+        name: max((rank.gpu.throttled.get(name, 0.0) for rank in ranks if rank.gpu is not None), default=0.0)
+        for name in THROTTLED
+    }
+    return {name: share for name, share in shares.items() if share >= NOTED}
 
 
 def counters_entry(ranks: Sequence[Measured]) -> Counters:

@@ -14,13 +14,14 @@ from shardmark.meter.instructions import why_not_countable
 from shardmark.ranks.gpus import driver_version
 from shardmark.ranks.rank import available_cores, threads_of_a_rank
 from shardmark.ranks.torchrun import launched
+from shardmark.rows.gpus import describe_gpus
 
 
 def describe_machine(device: str) -> dict[str, Any]:
     """Fields of `machine_info` beside pytest-benchmark's own.
 
     "cores" are those that the ranks share; "threads" are those of a rank that is alone. "instructions" says whether a
-    step's machine instructions can be counted.
+    step's machine instructions can be counted. On CUDA there are those of `describe_gpus` too.
     """
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
     try:
@@ -41,6 +42,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "libc": " ".join(platform.libc_ver()),
         "cpu_part": _cpu_part(),
         "instructions": f"not countable: {why_not}" if why_not else "counted",
+        **(describe_gpus() if gpus else {}),
     }
 
 

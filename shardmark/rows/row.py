@@ -56,6 +56,7 @@ Seconds = Annotated[float, Unit("seconds")]
 Difference = Annotated[float, Unit("seconds", least=None)]
 """Noise can make it negative."""
 Rate = Annotated[float, Unit("per second")]
+Hertz = Annotated[float, Unit("hertz")]
 Share = Annotated[float, Unit("1", least=None)]
 Ratio = Annotated[float, Unit("1", least=None)]
 Interval = Annotated[list[float], Items((Ratio, Ratio))]
@@ -276,6 +277,17 @@ class Spans(TypedDict):
     expected: NotRequired[Annotated[list[list[Span]], "Of each rank, by the plan of the step."]]
 
 
+class Gpu(TypedDict):
+    sm_clock: Annotated[Hertz | None, "Median clock of the multiprocessors."]
+    memory_clock: Annotated[Hertz | None, "Median clock of the memory."]
+    reasons: Annotated[list[str], "Everything that kept clocks from rising, in any sample: power limit, heat, ..."]
+    throttled: Annotated[dict[str, Share], "Share of the time in which power or heat lowered the clocks, by cause."]
+    power: Annotated[Annotated[float, Unit("watts")] | None, "Average."]
+    temperature: Annotated[Annotated[float, Unit("degrees Celsius")] | None, "Highest."]
+    energy: Annotated[Annotated[float, Unit("joules")] | None, "Of all timed rounds, the peer's steps among them."]
+    shared: Annotated[bool, "Partitioned (MIG): all but power and energy, which are null, are of all instances."]
+
+
 class Ref(TypedDict):
     name: Annotated[str, "Commit, branch or tag, as --against-ref names it."]
     commit: Annotated[str, "Its commit."]
@@ -306,6 +318,7 @@ class Row(TypedDict):
     kernels: NotRequired[Annotated[Kernels, "Filled by Profile."]]
     losses: NotRequired[Annotated[list[float], "Loss of each step; filled by Losses."]]
     spans: NotRequired[Annotated[Spans, "Times at which each rank does what; filled by Spans."]]
+    gpus: NotRequired[Annotated[list[Gpu], "Each rank's GPU in the timed rounds, by NVML; null where unsupported."]]
     trace: NotRequired[Annotated[list[str], "Names of the row's files in --trace-dir."]]
     ref: NotRequired[Annotated[Ref, "The other version of --against-ref."]]
     verdict: Annotated[

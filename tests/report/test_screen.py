@@ -130,6 +130,15 @@ def test_that_most_rows_waited_for_a_core_is_said() -> None:
     assert said.format(4, 4) in screen(run_of([*entries[:4], untimed], Outcomes()))
 
 
+def test_rows_whose_gpu_was_throttled_are_named() -> None:
+    machine = {"power": 0.6, "waited": 0.06}
+    rows = [entry("hot", time={"machine": machine}), entry("n1", time={"machine": {"heat": 0.2}}), entry("cool")]
+    text = " ".join(" ".join(screen(run_of(rows, Outcomes()))).split())
+    said = f"GPUs were throttled: hot {rows[0]['extra_info']['case']['id']}: the power limit lowered the GPU's clocks"
+    assert f"{said} for 60% of the time; and 1 other row" in text
+    assert "throttled" not in " ".join(screen(run_of(rows[2:], Outcomes())))
+
+
 def test_a_question_that_was_not_measured_says_why_and_one_without_cases_is_not_asked() -> None:
     questions = Questions()
     reasons = {"On a link?": "needs a link between the ranks", "Goals?": "got empty parameter set for (case)"}

@@ -16,6 +16,7 @@ from perf.schema import complaints
 from shardmark.api.registry import Implementation
 from shardmark.meter import measure_case as passes
 from shardmark.meter.clock import Laps
+from shardmark.meter.gpu import GpuWatch
 from shardmark.meter.memory import Memory
 from shardmark.meter.plan import IMPLEMENTATION, PEER, Plan, Rounds
 from tests.support.entries import entry
@@ -93,6 +94,7 @@ def test_nvtx_names_each_case_and_each_timed_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(passes, "meter_pass", lambda plan: (Step(), Memory(peaks={"first": 0}), 0.0))
     monkeypatch.setattr(passes, "count", lambda *args: None)
     monkeypatch.setattr(passes, "release", lambda device: None)
+    monkeypatch.setattr(passes, "GpuWatch", lambda device: GpuWatch("cpu"))
     ours, peer = (Implementation("none", name, None) for name in ("ours", "theirs"))
     plan = Plan(lambda *args: Step(), ours, peer, "size/4", "cuda", 1, Rounds(minimum=2, maximum=2))
     measured = passes.measure(plan)
