@@ -252,6 +252,7 @@ def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank:
     gpu = None
     if device == "cuda":
         process_setup.let_segments_grow()
+        process_setup.bind_near_gpu(local_rank)
         gpu = torch.device("cuda", local_rank)
         torch.cuda.set_device(gpu)
     dist.init_process_group("gloo" if gpu is None else "nccl", store=store, rank=rank, world_size=size, device_id=gpu)
