@@ -24,6 +24,7 @@ from shardmark.meter.clock import MEETING, Laps, Stopwatch
 from shardmark.meter.counters import count
 from shardmark.meter.disturbances import Threads
 from shardmark.meter.gpu import GpuWatch
+from shardmark.meter.l2 import flush_l2, l2_bytes
 from shardmark.meter.load import Load
 from shardmark.meter.memory import Memory, meter, release
 from shardmark.meter.plan import IMPLEMENTATION, LOAD, PEER, Measured, Plan, Rounds
@@ -50,6 +51,9 @@ case then takes a minute at most."""
 
 LOOK = 1.25
 """The verdict is looked at again when the rounds have grown by this factor."""
+
+WARM, MOST_WARM = 0.2, 1000
+"""Seconds of untimed steps before an absolute rate, in which a GPU's clocks rise; the most of them."""
 
 NEAR = 1.001
 """A peak may exceed its formula by this factor: formulas leave out single values, such as an optimizer's counters."""
@@ -173,6 +177,10 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     if plan.limits is not None and (plan.limits.seconds or PEER in steps):
         rounds = max(rounds, fewest_rounds(plan.limits.confidence))
 
+    if plan.absolute and l2_bytes(plan.device):
+        for _ in range(min(MOST_WARM, math.ceil(WARM / max(_largest(plan, warm[IMPLEMENTATION].seconds), 1e-9)))):
+            timed_step(plan, mine, mine.step)
+
     # Equal on all ranks: one that began earlier would wait for the others in its first collective.
     ahead = {name: _largest(plan, host) if (host := warm[name].host) else 0.0 for name in steps}
     measured = Measured(mine.backend, memory, {name: [] for name in steps}, host=warm[IMPLEMENTATION].host)
@@ -248,6 +256,8 @@ def timed_step(plan: Plan, workload: Workload, step: Callable[[Mark], None], ahe
     """Time one step on this rank, or each of the workload's `calls`; all ranks begin together. See `Stopwatch` for
     `ahead`, the host's seconds for one step."""
     workload.prepare()
+    if plan.absolute:
+        flush_l2(plan.device)
     calls, ranks = getattr(workload, "calls", 1), plan.world_size > 1
     watch = Stopwatch(plan.device, ahead and calls * ahead + ranks * MEETING)
     if ranks:

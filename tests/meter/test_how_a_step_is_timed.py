@@ -1,4 +1,4 @@
-"""Beginning together, and several calls in one measurement: what is timed, and what is not."""
+"""Beginning together, several calls in one measurement, and a cold L2 cache: what is timed, and what is not."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch.distributed as dist
 from correctness.support.metering import plan_of
 from shardmark.api.registry import Implementation
 from shardmark.api.workload import Mark
-from shardmark.meter import clock
+from shardmark.meter import clock, l2
 from shardmark.meter import measure_case as passes
 from shardmark.meter.clock import Stopwatch
+from shardmark.meter.memory import Memory
+from shardmark.meter.plan import IMPLEMENTATION, Plan, Rounds
 from tests.support.measured import stand_in
 
 LOG: list[str] = []
@@ -88,6 +90,49 @@ def test_one_rank_meets_nobody_and_a_warm_up_does_not_spin(monkeypatch: pytest.M
     plan = replace(plan_of(Ticking, stand_in("mine"), None), device="cuda")
     passes.timed_step(plan, Ticking(plan.implementation, None, "cuda"), lambda mark: None)
     assert LOG == ["prepare mine", "synchronize", "event", "event", "synchronize"]
+
+
+def with_l2(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> list[str]:
+    """The log of the timed rounds on a device that has an L2 cache."""
+    monkeypatch.setattr(passes, "l2_bytes", lambda device: 50 * 2**20)
+    monkeypatch.setattr(passes, "flush_l2", lambda device: LOG.append("flush"))
+    measured = passes.timed_rounds(plan, Memory(), Ticking(plan.implementation, None, "cpu"))
+    assert len(measured.laps[IMPLEMENTATION]) == 3
+    assert all(lap.seconds == pytest.approx(1e-3) for lap in measured.laps[IMPLEMENTATION])
+    return LOG
+
+
+ROUNDS = Rounds(minimum=3, maximum=3)
+
+
+def test_an_absolute_rate_is_of_a_warm_device_and_a_cold_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(plan_of(Ticking, stand_in("mine"), None), rounds=ROUNDS, absolute=True)
+    log = with_l2(monkeypatch, plan)
+    warm = round(passes.WARM / 1e-3)
+    assert log == ["prepare mine", "flush", "step mine"] * (1 + warm + 3)
+
+
+def test_a_pairs_steps_find_the_caches_as_the_other_one_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(plan_of(Ticking, stand_in("mine"), None), rounds=ROUNDS, peer=stand_in("theirs"))
+    log = with_l2(monkeypatch, plan)
+    assert "flush" not in log and log.count("step mine") < 10
+
+
+def test_twice_the_cache_is_written_and_on_cpu_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    made = torch.empty
+
+    def empty(size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+        written.append(size * dtype.itemsize)
+        return made(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    l2.flush_l2("cpu")
+    assert written == []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=4096))
+    l2.flush_l2("cuda")
+    assert written == [8192]
 
 
 def test_a_stopwatch_on_cpu_does_not_meet() -> None:
