@@ -14,8 +14,9 @@ SIZES = {
     "mini-deep": DecoderSize(dim=192, layers=8, heads=12, kv_heads=6, hidden=768, vocabulary=3072),
     "mixture": DecoderSize(dim=192, layers=4, heads=12, kv_heads=6, hidden=384, vocabulary=3072, experts=4),
     "medium": DecoderSize(dim=1536, layers=24, heads=24, kv_heads=12, hidden=6144, vocabulary=49_152),
+    "8b": DecoderSize(dim=4096, layers=34, heads=32, kv_heads=32, hidden=11008, vocabulary=151_936),
 }
-"""Sizes that 2, 3, 4 and 6 divide."""
+"""Sizes that 2, 3, 4 and 6 divide, but for "8b", the model of the leaderboard of CS336 in 2026."""
 MESHES = ("dp=2", "shard=2", "tp=2", "dp=2,tp=2", "shard=2,tp=2")
 
 

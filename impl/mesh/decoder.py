@@ -175,8 +175,10 @@ def token_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the cross entropies of logits (rows, context, vocabulary) for all targets but IGNORED ones."""
-    return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    """The sum of the cross entropies of logits (rows, context, vocabulary) for all targets but IGNORED ones: at
+    least in float32, as a half has no digits for a sum of thousands."""
+    logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def token_count(batch: Batch) -> Tensor:

@@ -41,4 +41,8 @@ SIZES = {
     "large": TransformerSize(1280, 5120, 36, 20),
     "xl": TransformerSize(1600, 6400, 48, 25),
     "2.7b": TransformerSize(2560, 10240, 32, 32),
+    "8b": TransformerSize(4096, 11008, 34, 32, vocab=151_936),
+    "10b": TransformerSize(4608, 12288, 50, 36),
 }
+"""In CS336's assignments of 2025 "xl" and "2.7b" have these names; in that of 2026 "2.7b" is called xl, "10b" is its
+10B, and "8b" the model of its leaderboard."""
