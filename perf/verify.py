@@ -265,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError, WorldError) as error:
         print(f"{COMMAND}: {printable(str(error))}", file=sys.stderr)
         return USAGE
-    print(textwrap.fill(printable(said), 100))
+    print(textwrap.fill(printable(said), 100, break_long_words=False, break_on_hyphens=False))
     return status
 
 

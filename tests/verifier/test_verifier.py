@@ -1,6 +1,7 @@
 """The verifier of a leaderboard's entries: `python -m perf.verify`."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 from correctness.support.paths import ROOT
 from impl.mesh import Decoder, DecoderSize, token_losses
-from perf import verify
+from perf import timed_entry, verify
 from perf.timed_entry import Training, light_losses
+from shardmark.rows.seal import KEY
 
 ENTRIES = Path(__file__).with_name("entries.py")
 SEED = ("--seed", "5")  # the references are then those of every test
@@ -21,7 +23,7 @@ REFUSED = {
     "SkipsRows": "losses: step 0 gives",
     "RemembersBatches": "losses: step 2 gives",  # which has the batch of step 0
     "RemembersShapes": "losses: step 1 gives",
-    "ComputesBefore": "before the first step tok_embeddings.weight is not what model_fn gives",
+    "ComputesBefore": "before the first step layers.0.attention.wk.weight is not what model_fn gives",
     "LeavesItToAThread": "step 0 has returned and left a thread at work, which no clock would see",
     "LeavesItToTheNextCall": "changes in the warm-up steps of",
     "LeavesItsBackwardToTheNextCall": "norms: step 0 gives",
@@ -66,9 +68,13 @@ def test_an_entry_that_does_less_than_a_step_is_refused(
 
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-bfloat16"])
-def test_an_honest_entry_is_accepted_and_sealed(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_honest_entry_is_accepted_and_sealed(
+    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "row.json"
+    monkeypatch.setenv(KEY, "secret")
     assert verified("Honest", out, "--size", size, "--mesh", "shard=2", "--hardware", "b200") == verify.ACCEPTED
+    assert KEY not in os.environ, "ranks do not inherit it"
     said, written = " ".join(capsys.readouterr().out.split()), json.loads(out.read_text())
     row = written["row"]
     assert f"ms a step of {size} on shard=2" in said and f"Sealed in {out}." in said
@@ -78,6 +84,8 @@ def test_an_honest_entry_is_accepted_and_sealed(size: str, tmp_path: Path, capsy
     assert 0 < row["mfu"] < 1e-3 and row["reference_seconds"] > 0 and min(row["peak_bytes"]) > 0
     assert len(written["files"]["entry"]) == 1 and len(written["files"]["suite"]) > 100
     assert bool(row["not_held"]) == (size == "tiny-bfloat16")
+    assert verify.main(["--check", str(out)]) == verify.REFUSED
+    monkeypatch.setenv(KEY, "secret")
     assert verify.main(["--check", str(out)]) == verify.ACCEPTED
 
     row["seconds"] /= 2
@@ -116,12 +124,13 @@ def test_a_users_error_is_one_line(
     assert line.startswith("python -m perf.verify: ") and said in line
 
 
-def test_the_light_reference_is_eager() -> None:
+def test_the_light_reference_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_entry, "CHUNK", 16)
     torch.manual_seed(3)
     model = Decoder(DecoderSize()).double()
-    tokens, targets = torch.randint(48, (2, 2, 5000)).unbind()
+    tokens, targets = torch.randint(48, (2, 2, 50)).unbind()
     targets[0, ::3] = -100
-    batch = tokens, torch.arange(5000).expand(2, -1), targets
+    batch = tokens, torch.arange(50).expand(2, -1), targets
     gradients = []
     for losses in (light_losses, token_losses):
         model.zero_grad()
