@@ -145,5 +145,5 @@ def test_what_is_wrong_at_a_small_size_is_not_timed(tmp_path: Path, capfd: pytes
     arguments = ["--device", "cpu", "--out", str(tmp_path / "row.json")]
     assert verify.main([f"{ENTRIES}:HalvesTheLearningRate", *arguments]) == 1
     assert "at a small size it is not judged right" in " ".join(capfd.readouterr().out.split())
-    assert verify.main([f"{ROOT / 'impl/mesh/library.py'}:torch_parallel", *arguments]) == verify.ACCEPTED
+    assert verify.main([f"{ROOT / 'examples/leaderboard.py'}:make", *arguments]) == verify.ACCEPTED
     assert json.loads((tmp_path / "row.json").read_text())["row"]["correctness"] == "right"
