@@ -51,10 +51,15 @@ def _named(dtypes: set[torch.dtype]) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "nothing"
 
 
-def _float32(implementation: Implementation, device: str, **options: Any) -> tuple[Any, Tensor, Tensor]:
-    """Make a sharded float32 module and this rank's batch."""
+def _float32(
+    implementation: Implementation, device: str, evaluated: bool = False, **options: Any
+) -> tuple[Any, Tensor, Tensor]:
+    """Make a sharded float32 module, which an evaluation may come first of, and this rank's batch."""
     model = wrap(implementation, make(Wide, 0, device, torch.float32), **options)
     x, y = own_batch(0, device)
+    if evaluated:
+        with torch.no_grad():
+            model(x.float())
     return model, x.float(), y.float()
 
 
@@ -130,10 +135,14 @@ def _communicated(model: Any, x: Tensor, y: Tensor) -> tuple[list[Communication]
 
 
 def communicated_on_rank(
-    implementation: Implementation, compute: torch.dtype | None, reduce: torch.dtype | None, device: str
+    implementation: Implementation,
+    compute: torch.dtype | None,
+    reduce: torch.dtype | None,
+    device: str,
+    evaluated: bool = False,
 ) -> tuple[list[Communication], list[Communication], int]:
     """Messages of forward, messages of backward and synchronization, and the elements of the full gradients."""
-    model, x, y = _float32(implementation, device, compute_dtype=compute, reduce_dtype=reduce)
+    model, x, y = _float32(implementation, device, evaluated, compute_dtype=compute, reduce_dtype=reduce)
     return *_communicated(model, x, y), sum(p.numel() for p in Wide().parameters())
 
 
@@ -146,14 +155,19 @@ def _least(elements: int, dtype: torch.dtype, ranks: int) -> int:
     return elements * dtype.itemsize * (ranks - 1) // ranks
 
 
-@pytest.mark.parametrize("reduce", ["none", "float32", "bfloat16"])
-@pytest.mark.parametrize("compute", ["none", "float32", "bfloat16"])
+CHOICES = ("none", "float32", "bfloat16")
+OPTIONS = [(compute, reduce, False) for compute in CHOICES for reduce in CHOICES]
+AFTER_AN_EVALUATION = [("bfloat16", "float32", True), ("none", "bfloat16", True)]
+
+
+@pytest.mark.parametrize(("compute", "reduce", "evaluated"), OPTIONS + AFTER_AN_EVALUATION)
 def test_reduce_dtype_is_what_gradients_are_communicated_in(
-    implementation: Implementation, world: World, compute: str, reduce: str, device: str
+    implementation: Implementation, world: World, compute: str, reduce: str, evaluated: bool, device: str
 ) -> None:
-    """Each option alone, and both; without reduce_dtype both the compute dtype and the parameters' own are right."""
+    """Each option alone, and both, also after an evaluation; without reduce_dtype both the compute dtype and the
+    parameters' own are right."""
     options = [None if name == "none" else getattr(torch, name) for name in (compute, reduce)]
-    for _, sent, elements in world.run(communicated_on_rank, implementation, *options, device):
+    for _, sent, elements in world.run(communicated_on_rank, implementation, *options, device, evaluated):
         if world.size == 1 or not sent:
             pytest.skip("nothing is communicated through the process group")
         sums = [each for each in sent if each.name in ("all_reduce", "reduce_scatter", "reduce")]

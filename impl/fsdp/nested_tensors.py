@@ -1,8 +1,9 @@
-"""Tensors nested in a module's inputs and outputs: in tuples, lists, dicts and dataclasses."""
+"""Tensors nested in a module's inputs and outputs: in tuples, lists, dicts and their subclasses, and dataclasses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,13 +15,37 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+        else:
+            for item in _items(leaf).values():
+                yield from tensors_in(item)
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy with changed tensors, or the object itself if no tensor changes: a module may write into a list
-    or dict."""
-    found = tree_map(change, value)
+    or dict. Containers keep their classes."""
+
+    def of_leaf(leaf: Any) -> Any:
+        items = _items(leaf)
+        found = {name: changed(item, change) for name, item in items.items()}
+        if all(found[name] is item for name, item in items.items()):
+            return leaf if items else change(leaf)
+        new = copy(leaf)
+        for name, item in found.items():
+            if isinstance(new, dict):
+                new[name] = item
+            else:
+                object.__setattr__(new, name, item)  # a dataclass may be frozen
+        return new
+
+    found = tree_map(of_leaf, value)
     same = all(a is b for a, b in zip(tree_leaves(value), tree_leaves(found), strict=True))
     return value if same else found
+
+
+def _items(leaf: Any) -> dict[Any, Any]:
+    """The items of a container that PyTorch's trees have as a leaf, by key or by field."""
+    if isinstance(leaf, dict):
+        return dict(leaf)
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in fields(leaf)}
+    return {}
