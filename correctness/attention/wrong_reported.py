@@ -108,3 +108,22 @@ class BackwardSeesPadding(Flash):
         k, v = (pad(x, (0, 0, 0, -keys % 32)) for x in (k, v))
         of_q, of_k, of_v = flash_backward(q, k, v, out, lse, grad, ctx.is_causal)
         return of_q, of_k[..., :keys, :], of_v[..., :keys, :], None
+
+
+@defect(cause="numerics", caught_by="test_sums_whose_halves_cancel")
+class AddsTilesInHalf(Flash):
+    """zhuzilin/ring-flash-attention#22: the gradient of q is added up in the inputs' half precision, tile by tile."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        _, *of_keys = flash_backward(q, k, v, out, lse, grad, ctx.is_causal)
+        of_q, (_, keys, values) = torch.zeros_like(q), checked(q, k, v)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        x, keys, values, rise = (t.to(wide) for t in (q, keys, values, grad))
+        probs = (scores_of(x, keys, ctx.is_causal) - lse[..., None]).exp()
+        of_scores = probs * (rise @ values.mT - (rise * out.to(wide)).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+        for first in range(0, keys.shape[-2], 64):
+            of_q += (of_scores[..., first : first + 64] @ keys[..., first : first + 64, :]).to(q.dtype)
+        return of_q, *of_keys, None

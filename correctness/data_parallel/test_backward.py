@@ -49,6 +49,23 @@ def test_gradients_accumulate_over_steps_until_they_are_zeroed(
     return wrong + wrong_averages(model, _own(3), "after zero_grad(set_to_none=False) and one more step")
 
 
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["set to None", "zeroed in place"])
+@on_every_rank
+def test_gradients_may_be_cleared_between_forward_and_backward(
+    implementation: Implementation, set_to_none: bool, device: str
+) -> list[str]:
+    """In the third step, when gradients have a place that earlier steps gave them."""
+    model = _model(implementation, device)
+    for step in (1, 2):
+        _backward(model, step, device)
+        model.finish_gradient_synchronization()
+    loss = model([weight.to(device) for weight in values(dist.get_rank(), *LIKE, step=3)])
+    model.module.zero_grad(set_to_none=set_to_none)
+    loss.backward()
+    model.finish_gradient_synchronization()
+    return wrong_averages(model, _own(3), f"after zero_grad(set_to_none={set_to_none}) between forward and backward")
+
+
 @on_every_rank
 def test_a_second_backward_before_synchronizing_counts_or_is_an_error(
     implementation: Implementation, device: str

@@ -207,3 +207,16 @@ class ReducesACopyOfLargeOnes(Plain):
         for p in large:
             dist.all_reduce(p.grad.contiguous(), group=self.group)
             p.grad.div_(self.size)
+
+
+@defect(cause="gradients", caught_by="test_gradients_may_be_cleared_between_forward_and_backward")
+class AveragesWhereGradientsWere(Plain):
+    """facebookresearch/fairscale#354: gradients have places that are given in forward; set to None after that, they
+    come elsewhere, and are not averaged."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.places = {p: p.grad for p in self.module.parameters()}
+        return super().forward(*args, **kwargs)
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        super().average([p for p in parameters if self.places.get(p) is None or p.grad is self.places[p]])

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+
+from impl.fsdp.nested_tensors import changed
 
 
 class SmallFSDP(nn.Module):
@@ -97,7 +98,7 @@ class SmallFSDP(nn.Module):
         return dict(self.module.named_parameters(remove_duplicate=False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(self.cast, (args, kwargs))
+        args, kwargs = changed((args, kwargs), self.cast)
         shards = list(dict.fromkeys(self.named_shards().values()))
         full = dict(zip(shards, Gather.apply(self, *shards), strict=True))
         return functional_call(self.module, self.by_name(full), args, kwargs, tie_weights=False)  # each name is given

@@ -193,3 +193,38 @@ class PadsTheSecondNameOnce(SmallFSDP):
             stale = self.gather(self.copies[name], found[name].shape, found[name].dtype)
             found[name] = found[name] + (stale - found[name]).detach()
         return found
+
+
+@defect(cause="gradients", caught_by="test_what_comes_before_has_its_gradients_through_the_cast")
+class CastsBesideAutograd(SmallFSDP):
+    """pytorch/pytorch#90921: inputs are cast where no gradients are made, and marked as requiring them."""
+
+    def cast(self, x: Any) -> Any:
+        if self.compute_dtype is None or not isinstance(x, Tensor):
+            return x
+        with torch.no_grad():
+            found = super().cast(x)
+        return found if found is x else found.requires_grad_(x.requires_grad)
+
+
+@defect(cause="options", caught_by="test_reduce_dtype_is_what_gradients_are_communicated_in")
+class DtypesOfTheFirstPass(SmallFSDP):
+    """pytorch/pytorch#186998: dtypes are chosen in the first pass, and none for gradients if it makes none."""
+
+    chosen = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.chosen:
+            self.chosen = True
+            if not torch.is_grad_enabled():
+                self.reduce_dtype = self.compute_dtype
+        return super().forward(*args, **kwargs)
+
+
+@defect(cause="two calls", caught_by="test_containers_keep_their_classes")
+class PlainDicts(SmallFSDP):
+    """facebookresearch/fairscale#876: containers are built anew, and a subclass of dict is a dict afterwards."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        return dict(out) if isinstance(out, dict) else out

@@ -60,8 +60,9 @@ def of_logits(
     at = targets.masked_fill(~kept, 0)
     lse = logits.logsumexp(-1, keepdim=True)
     wanted = (1 - smoothing) * one_hot(at, logits.shape[1]) + smoothing / logits.shape[1]
-    losses = lse[:, 0] - (wanted * logits).sum(-1) + z * lse[:, 0].square()
-    gradient = (1 + 2 * z * lse) * (logits - lse).exp() - wanted
+    logs = logits.log_softmax(-1)  # of large logits not their difference from lse, which has lost its digits
+    losses = z * lse[:, 0].square() - (wanted * logs).sum(-1)
+    gradient = (1 + 2 * z * lse) * logs.exp() - wanted
     return losses.masked_fill(~kept, 0), gradient.masked_fill(~kept[:, None], 0), kept
 
 

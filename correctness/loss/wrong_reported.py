@@ -107,3 +107,26 @@ def label_smoothing_of_ignored_tokens_too(
     ignored = targets == ignore
     smooth = -linear(hidden, weight).to(loss.dtype).log_softmax(-1).mean(-1)
     return loss + smoothing * (smooth * ignored).sum() / (~ignored).sum().clamp(min=1)
+
+
+class _OfLogSumExp(Fused):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+    ) -> Tensor:
+        loss = Fused.forward(ctx, hidden, weight, targets, ignore, smoothing, z)
+        logits, kept = linear(hidden, weight), targets != ignore
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        lse, logs = logits.logsumexp(-1, keepdim=True), logits.log_softmax(-1)
+        at = targets.masked_fill(~kept, 0)[:, None]
+        off = ((lse - logits) + logs).gather(1, at)[:, 0].masked_fill(~kept, 0)
+        return loss + (1 - smoothing) * off.sum() / ctx.count
+
+
+@defect(cause="numerics", caught_by="test_an_offset_that_all_logits_share_costs_no_digits")
+@of_terms
+def log_sum_exp_minus_the_target(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+) -> Tensor:
+    """pytorch/pytorch#195829: the difference of two large numbers in place of that of their differences from the largest."""
+    return _OfLogSumExp.apply(hidden, weight, targets, ignore, smoothing, z)

@@ -82,6 +82,20 @@ class Sometimes(Several):
         return super().forward(x, before if (numbers - LARGE).sum() % 2 else None, numbers)
 
 
+class NumbersFirst(Plain):
+    """A stage that returns whole numbers, which no floating-point number equals, before its values: in a message of
+    gradients, which the numbers lack, a value's place is another one."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
+        self.last = stage == stages - 1
+
+    def forward(self, x: Tensor, values: Tensor | None = None) -> Any:
+        numbers, x = (x + LARGE, x) if values is None else (x, values)
+        out = super().forward(x) * (1 + 0.1 * (numbers - LARGE)[..., None])
+        return out if self.last else (numbers, out)
+
+
 class Dropping(Plain):
     """A stage with dropout, whose seed is told along with the values: that of the micro-batch."""
 
@@ -197,6 +211,7 @@ KINDS = {
     "plain": Kind(Plain, steps=20),
     "several_outputs": Kind(Several),
     "sometimes_unused_outputs": Kind(Sometimes),
+    "numbers_first": Kind(NumbersFirst),
     "dropout": Kind(Dropping),
     "tied": Kind(Tied),
     "frozen": Kind(Frozen),

@@ -13,7 +13,7 @@ from shardmark.api import Implementation, Mesh, family
 from shardmark.plugin import WorldsBySize
 
 PYTORCHS = tuple(name for name in family("pipeline").implementations if name.startswith("torch_"))
-ON_MORE_RANKS = ("plain", "several_outputs", "tied")
+ON_MORE_RANKS = ("plain", "several_outputs", "numbers_first", "tied")
 """Kinds of stages for which it matters how many lie between the first and the last; the sweep has the others."""
 LOSE_GRADIENTS = ("torch_interleaved_zero_bubble", "torch_zero_bubble_v", "torch_dualpipe_v")
 
