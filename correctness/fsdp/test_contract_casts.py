@@ -1,5 +1,5 @@
-"""What a call takes and gives where `compute_dtype` is another than the parameters': inputs' gradients, containers of
-any class, passes in any order. In float32, which every implementation takes."""
+"""Calls where `compute_dtype` is another than the parameters' dtype: gradients of inputs, containers of any class, and
+parameters that some ranks use more often. All in float32, which every implementation takes."""
 
 from collections import OrderedDict
 from dataclasses import dataclass

@@ -128,5 +128,5 @@ class _OfLogSumExp(Fused):
 def log_sum_exp_minus_the_target(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> Tensor:
-    """pytorch/pytorch#195829: the difference of two large numbers in place of that of their differences from the largest."""
+    """pytorch/pytorch#195829: two large numbers are subtracted, and not their differences from the largest."""
     return _OfLogSumExp.apply(hidden, weight, targets, ignore, smoothing, z)

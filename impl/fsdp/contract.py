@@ -26,7 +26,7 @@ class FullySharded(Protocol):
       rank's shards, in the parameters' own dtype, for any optimizer; some may be empty. Modules keep their classes.
       Wrapping draws no random numbers.
     - A call is the module's own: arguments, hooks, outputs (in tuples, lists and dicts too, of which a loss may use
-      any), gradients of inputs.
+      any, and in subclasses of these and dataclasses, which keep their classes), gradients of inputs.
     - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
       shard's `.grad`, of its shape and dtype, is this rank's part of the average over the ranks. A gradient missing on
       a rank counts as zero; one missing on all is zero or None. Gradients add up until they are set to None. Frozen
