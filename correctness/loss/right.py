@@ -77,7 +77,8 @@ def float64_of_those_that_count(
 
 
 class _Recomputing(torch.autograd.Function):
-    """Saves one log-sum-exp per token and recomputes the logits in backward, block by block of the vocabulary."""
+    """Saves two numbers per token, its largest logit and the log-sum-exp of what others are below it, and recomputes
+    the logits in backward, block by block of the vocabulary."""
 
     @staticmethod
     def forward(
@@ -86,31 +87,35 @@ class _Recomputing(torch.autograd.Function):
         kept = targets != ignore
         blocks = _blocks(weight)
         parts = [_logits(hidden, weight[block]) for block in blocks]
-        lse = torch.stack([part.logsumexp(-1) for part in parts]).logsumexp(0)
-        at = torch.zeros_like(lse)
-        total = torch.zeros_like(lse)
+        largest = torch.stack([part.amax(-1) for part in parts]).amax(0)
+        below = torch.stack([(part - largest[:, None]).logsumexp(-1) for part in parts]).logsumexp(0)
+        at = torch.zeros_like(below)
+        total = torch.zeros_like(below)
         for block, part in zip(blocks, parts, strict=True):
+            part = part - largest[:, None]
             inside = (targets >= block.start) & (targets < block.stop) & kept
             column = (targets - block.start).masked_fill(~inside, 0)
-            at += part.gather(1, column[:, None])[:, 0] * inside
+            at += part.gather(1, column[:, None])[:, 0].masked_fill(~inside, 0)
             total += part.sum(-1)
-        losses = lse - (1 - smoothing) * at - smoothing * total / weight.shape[0] + z * lse.square()
-        ctx.save_for_backward(hidden, weight, targets, lse)
+        lse = largest + below
+        losses = below - (1 - smoothing) * at - smoothing * total / weight.shape[0] + z * lse.square()
+        ctx.save_for_backward(hidden, weight, targets, largest, below)
         ctx.terms = ignore, smoothing, z
         return losses.masked_fill(~kept, 0).sum() / kept.sum().clamp(min=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        hidden, weight, targets, lse = ctx.saved_tensors
+        hidden, weight, targets, largest, below = ctx.saved_tensors
         ignore, smoothing, z = ctx.terms
+        lse = largest + below
         kept = targets != ignore
         scale = grad / kept.sum().clamp(min=1) * kept
         grad_hidden, grad_weight = torch.zeros(hidden.shape, dtype=lse.dtype), []
         grad_hidden = grad_hidden.to(hidden.device)
         for block in _blocks(weight):
             rows = weight[block]
-            gradient = (1 + 2 * z * lse)[:, None] * (_logits(hidden, rows) - lse[:, None]).exp()
+            gradient = (1 + 2 * z * lse)[:, None] * (_logits(hidden, rows) - largest[:, None] - below[:, None]).exp()
             gradient -= smoothing / weight.shape[0]
             inside = ((targets >= block.start) & (targets < block.stop) & kept).nonzero()[:, 0]
             gradient[inside, targets[inside] - block.start] -= 1 - smoothing
@@ -178,4 +183,17 @@ def gradients_in_forward(hidden: Tensor, weight: Tensor, targets: Tensor, **opti
     return (eager_loss if torch.is_inference_mode_enabled() else _by_autograd)(hidden, weight, targets, **options)
 
 
-_by_autograd = of_terms(ByAutograd.apply)
+class _Freed(ByAutograd):
+    """Gives its gradients away once, and a second backward pass is an error."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("its gradients have been given away: a second backward pass needs another forward pass")
+        found = ByAutograd.backward(ctx, grad)
+        ctx.gradients = None
+        return found
+
+
+_by_autograd = of_terms(_Freed.apply)

@@ -169,14 +169,6 @@ def targets_clamped(hidden: Tensor, weight: Tensor, targets: Tensor, **options: 
     return eager_loss(hidden, weight, inside, **options)
 
 
-@defect(cause="numerics", caught_by="test_under_autocast")
-def autocast_ignored(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    with torch.autocast(hidden.device.type, enabled=False):
-        if hidden.dtype != weight.dtype and torch.float64 not in (hidden.dtype, weight.dtype):
-            hidden, weight = hidden.float(), weight.float()
-        return eager_loss(hidden, weight, targets, **options)
-
-
 @defect(cause="options", caught_by="test_any_history")
 def options_only_in_training(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     if torch.is_grad_enabled():
