@@ -30,7 +30,7 @@ def calls(nbytes: int, device: str) -> int:
 class CollectiveCase:
     """A collective of float32 whose larger tensor has `size` bytes on each rank; the test sets `ranks`.
 
-    `bytes` is rounded down to a multiple of the ranks' elements; it is at least one element for each rank.
+    `bytes` is `size` rounded down to a whole number of elements for each rank, at least one each.
     """
 
     collective: str

@@ -1,4 +1,4 @@
-"""Tensors nested in a module's inputs and outputs: in tuples, lists, dicts and their subclasses, and dataclasses."""
+"""Tensors nested in a module's inputs and outputs: in tuples, lists, dicts, subclasses of dict, and dataclasses."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def to_gradients(logits: Tensor, targets: Tensor, terms: Terms, needs_gradients:
 
     A row's loss is -(1 - s) y_target - s mean(y) + z lse², with y the log-softmax of its logits, lse their logsumexp, s
     the label smoothing and z the z-loss. So its gradient is (1 + 2 z lse) exp(y) - (1 - s) onehot(target) - s / vocab.
-    By lse - x_target in place of -y_target an offset that all logits share would cost as many digits as it has.
+    lse - x_target, in place of -y_target, would cancel: an offset that all logits share would cost its digits.
     """
     smoothing, vocab = terms.label_smoothing, logits.shape[1]
     counted = targets != terms.ignore_index

@@ -37,7 +37,7 @@ def made(case: TrainingStepCase | OwnModelCase, casts: bool = False) -> Made:
         if case.recipe.optimizer is not None:
             own.optimizer = named_optimizer(case.recipe.optimizer)
         if case.recipe.compute_dtype and not casts:
-            own.loss = _under_autocast(own.loss, PRECISIONS["bfloat16"])
+            own.loss = _under_autocast(own.loss, PRECISIONS[case.recipe.compute_dtype])
         if case.checkpointed:
             checkpointed(resolve("checkpointing", "full"), own, case)
         return own

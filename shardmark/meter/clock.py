@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -46,11 +46,22 @@ class Laps:
     parts: dict[str, float] = field(default_factory=dict)
     host: float | None = None
     """On CUDA, the host's seconds to launch the step, including waits for the device inside it."""
+    calls: int = 1
+    """Steps that the measurement took back to back; all figures are those of one."""
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the whole measurement."""
+        return self.seconds * self.calls
 
     def at_pace(self, pace: float) -> Laps:
         """The same step on a machine that is `pace` times as fast."""
         parts = {name: seconds / pace for name, seconds in self.parts.items()}
-        return Laps(self.seconds / pace, parts, None if self.host is None else self.host / pace)
+        return Laps(self.seconds / pace, parts, None if self.host is None else self.host / pace, self.calls)
+
+    def of_each(self, calls: int) -> Laps:
+        """One of so many steps that were timed together."""
+        return replace(self.at_pace(calls), calls=calls)
 
 
 MEETING = 1e-4

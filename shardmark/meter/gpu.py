@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardmark.meter.disturbances import HEAT, POWER, SLOWDOWN
-from shardmark.ranks.nvml import Gpu
+from shardmark.ranks.nvml import Device
 
 EVERY = 0.02
 """Seconds between two samples, at least: power and clocks change no faster, and a sample takes some 0.1 ms."""
@@ -61,7 +61,7 @@ class GpuWatch:
     """Follows this rank's GPU from now on; on CPU, and where NVML is not there, it does nothing."""
 
     def __init__(self, device: str) -> None:
-        self._gpu = Gpu.of(torch.cuda.current_device()) if device == "cuda" else None
+        self._gpu = Device.of(torch.cuda.current_device()) if device == "cuda" else None
         self._samples: list[dict[str, Any]] = []
         self._next = 0.0
         if self._gpu is not None:
@@ -91,7 +91,7 @@ class GpuWatch:
         if gpu is None:
             return None
         elapsed, after = time.perf_counter() - self._began, self._counters(gpu)
-        since = {name: None if value is None else value - (self._before[name] or 0) for name, value in after.items()}
+        since = {name: _difference(self._before[name], value) for name, value in after.items()}
         shared, reasons = gpu.is_shared, self._seen("reasons")
         # NVML counts every 20 to 100 ms: in a shorter time it may count nothing.
         energy = None if shared or not since["energy"] else since["energy"] / 1e3
@@ -112,7 +112,7 @@ class GpuWatch:
         return [each[name] for each in self._samples if each[name] is not None]
 
     @staticmethod
-    def _counters(gpu: Gpu) -> dict[str, int | None]:
+    def _counters(gpu: Device) -> dict[str, int | None]:
         """Energy so far in millijoules, and nanoseconds so far for which clocks were lowered; None if not counted."""
         policies = {POWER: gpu.nvml.NVML_PERF_POLICY_POWER, HEAT: gpu.nvml.NVML_PERF_POLICY_THERMAL}
         lowered = {name: gpu.ask("ViolationStatus", policy) for name, policy in policies.items()}
@@ -120,6 +120,10 @@ class GpuWatch:
             "energy": gpu.ask("TotalEnergyConsumption"),
             **{name: None if found is None else found.violationTime for name, found in lowered.items()},
         }
+
+
+def _difference(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
 
 
 def _throttled(reasons: list[int], since: dict[str, int | None], elapsed: float) -> dict[str, float]:

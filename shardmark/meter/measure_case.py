@@ -53,7 +53,7 @@ LOOK = 1.25
 """The verdict is looked at again when the rounds have grown by this factor."""
 
 WARM, MOST_WARM = 0.2, 1000
-"""Seconds of untimed steps before an absolute rate, in which a GPU's clocks rise; the most of them."""
+"""Seconds of untimed steps before a rate, in which a GPU's clocks rise; the most of them."""
 
 NEAR = 1.001
 """A peak may exceed its formula by this factor: formulas leave out single values, such as an optimizer's counters."""
@@ -173,12 +173,12 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
         elapsed = _largest(plan, time.perf_counter() - warmup_began)
         if warmup > 0 and elapsed > plan.rounds.max_warmup_seconds:
             break
-    rounds = plan.rounds.count(_largest(plan, warm[IMPLEMENTATION].seconds))
+    rounds = plan.rounds.count(_largest(plan, warm[IMPLEMENTATION].elapsed))
     if plan.limits is not None and (plan.limits.seconds or PEER in steps):
         rounds = max(rounds, fewest_rounds(plan.limits.confidence))
 
-    if plan.absolute and l2_bytes(plan.device):
-        for _ in range(min(MOST_WARM, math.ceil(WARM / max(_largest(plan, warm[IMPLEMENTATION].seconds), 1e-9)))):
+    if plan.rates and l2_bytes(plan.device):
+        for _ in range(min(MOST_WARM, math.ceil(WARM / max(_largest(plan, warm[IMPLEMENTATION].elapsed), 1e-9)))):
             timed_step(plan, mine, mine.step)
 
     # Equal on all ranks: one that began earlier would wait for the others in its first collective.
@@ -256,16 +256,16 @@ def timed_step(plan: Plan, workload: Workload, step: Callable[[Mark], None], ahe
     """Time one step on this rank, or each of the workload's `calls`; all ranks begin together. See `Stopwatch` for
     `ahead`, the host's seconds for one step."""
     workload.prepare()
-    if plan.absolute:
+    calls, together = getattr(workload, "calls", 1), plan.world_size > 1
+    if plan.rates and calls == 1:
         flush_l2(plan.device)
-    calls, ranks = getattr(workload, "calls", 1), plan.world_size > 1
-    watch = Stopwatch(plan.device, ahead and calls * ahead + ranks * MEETING)
-    if ranks:
+    watch = Stopwatch(plan.device, ahead and calls * ahead + (MEETING if together else 0.0))
+    if together:
         dist.barrier()
-    watch.start(_meet if ranks else None)
+    watch.start(_meet if together else None)
     for _ in range(calls):
         step(watch.mark)
-    return watch.stop().at_pace(calls)
+    return watch.stop().of_each(calls)
 
 
 def _meet() -> None:

@@ -76,8 +76,8 @@ class Plan:
     observers: tuple[type[RankObserver], ...] = ()
     coin: int = 0
     """Seed of the order of steps in each round, equal on all ranks."""
-    absolute: bool = False
-    """Whether the row states a rate, and no ratio to a peer: the GPU is warmed up, and each step finds its L2 cold."""
+    rates: bool = False
+    """Whether the row states a rate: the GPU is warmed up, and a step that is timed alone finds its L2 cache cold."""
     load: bool = False
     """Whether each round times the calibration load too (`shardmark.meter.load`)."""
     trace: Path | None = None

@@ -104,7 +104,7 @@ class Measure(Admission):
             limits=self._limits(race),
             observers=tuple(type(observer) for observer in observe),
             coin=secrets.randbits(64),
-            absolute=peer is None and bool(rates(1.0)),
+            rates=bool(rates(1.0)),
             load=not (session.simulated or self._benchmark.disabled),
             trace=trace,
         )

@@ -8,8 +8,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardmark.text import printable
+
+if TYPE_CHECKING:
+    from shardmark.ranks.failures import RankError
 
 ROOM = 2**30
 """Bytes of /dev/shm that a container is advised to have (NCCL user guide, troubleshooting); Docker gives 64 MiB."""
@@ -26,15 +30,16 @@ def prepare(directory: Path, rank: int) -> None:
         os.environ.update(NCCL_DEBUG="WARN", NCCL_DEBUG_FILE=str(directory / f"rank{rank}.nccl"))
 
 
-def explanation(directory: Path, error: str) -> str:
-    """Lines to add to that error of a world: NCCL's warnings, and the room in /dev/shm where it is short; empty where
-    NCCL has nothing to do with it."""
+def explanation(directory: Path, error: RankError) -> str:
+    """Lines to add to an error of a world that NCCL may have caused, as a rank died or hung, or raised its error: its
+    warnings, and the room in /dev/shm where it is short."""
+    if error.exception is not None and "NCCL" not in str(error):
+        return ""
     warnings = [f"NCCL warns on {where}: {text}" for text, where in _warnings(directory).items()]
     lines = warnings[:MOST_LINES]
     if len(warnings) > MOST_LINES:
         lines.append(f"NCCL warns {len(warnings) - MOST_LINES} times more")
-    if lines or "NCCL" in error:
-        lines += filter(None, [_shortage()])
+    lines += filter(None, [_shortage()])
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """NVIDIA's management library, NVML, through NVIDIA's own package for Python, nvidia-ml-py.
 
-    gpu = Gpu.of(0)
+    gpu = Device.of(0)
     gpu and gpu.ask("PowerUsage")      # milliwatts; None where this GPU does not say
 
 The package is imported when a GPU is first asked: machines without one do not need it. NVML API Reference Guide.
@@ -32,20 +32,20 @@ def pci_address(device: int) -> str | None:
     properties: Any = torch.cuda.get_device_properties(device)
     if hasattr(properties, "pci_bus_id"):
         return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    gpu = Gpu.of(device)
+    gpu = Device.of(device)
     found = None if gpu is None else gpu.ask("PciInfo")
     return None if found is None else str(found.busId).lower()[-len("0000:1b:00.0") :]
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Device:
     """One GPU; that of the instance, where CUDA's device is an instance of a partitioned GPU (MIG)."""
 
     nvml: Any
     handle: Any
 
     @classmethod
-    def of(cls, device: int) -> Gpu | None:
+    def of(cls, device: int) -> Device | None:
         """The GPU of CUDA's device of that number, which depends on CUDA_VISIBLE_DEVICES; None without NVML."""
         nvml = library()
         if nvml is None:
@@ -65,7 +65,7 @@ class Gpu:
             return None
 
     @classmethod
-    def _found(cls, nvml: Any, how: str, name: str) -> Gpu | None:
+    def _found(cls, nvml: Any, how: str, name: str) -> Device | None:
         try:
             return cls(nvml, getattr(nvml, f"nvmlDeviceGetHandle{how}")(name))
         except nvml.NVMLError:

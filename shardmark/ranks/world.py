@@ -263,7 +263,7 @@ class World:
     def _error(self, failures: Mapping[int, Failure], silent: Mapping[int, str]) -> RankError:
         """The error that reports each rank, with what NCCL says of it."""
         error = rank_error(self.size, failures, silent)
-        if self.device == "cuda" and (more := explanation(self._directory, str(error))):
+        if self.device == "cuda" and (more := explanation(self._directory, error)):
             error.args = (f"{error}\n{more}",)
         return error
 

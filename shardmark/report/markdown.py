@@ -77,7 +77,7 @@ def _in_short(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
     yield from ("", f"**{inert(verdict(summary))}**")
     yield from ("", f"{inert(summary.where())}  ", f"{inert(summary.what())}{when}")
     for said in filter(None, (summary.busy(), summary.throttled())):
-        yield from ("", f"{said[0].upper()}{said[1:]}.")
+        yield from ("", inert(f"{said[0].upper()}{said[1:]}."))
     yield from _listed("Failed", outcomes.failed, summary)
     yield from _listed("Undecided", outcomes.undecided, summary)
     if goals := summary.goals():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardmark.ranks.nvml import Gpu, pci_address
+from shardmark.ranks.nvml import Device, pci_address
 
 PATHS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """The farthest thing between two GPUs on PCI, as `nvidia-smi topo` abbreviates it: one PCI switch, several of them, the
@@ -24,7 +24,7 @@ def describe_gpus() -> dict[str, Any]:
     each device's NUMA node, and whether its memory corrects errors.
     """
     devices = range(torch.cuda.device_count())
-    gpus = [Gpu.of(device) for device in devices]
+    gpus = [Device.of(device) for device in devices]
     return {
         "nccl": _nccl_version(),
         "cudnn": _dotted(torch.backends.cudnn.version(), 10_000),
@@ -35,7 +35,7 @@ def describe_gpus() -> dict[str, Any]:
     }
 
 
-def _joined(one: Gpu | None, other: Gpu | None) -> str | None:
+def _joined(one: Device | None, other: Device | None) -> str | None:
     if one is None or other is None:
         return None
     nvml = one.nvml
@@ -49,7 +49,7 @@ def _joined(one: Gpu | None, other: Gpu | None) -> str | None:
     return None if level is None else PATHS.get(level, str(level))
 
 
-def _corrects_errors(gpu: Gpu | None) -> bool | None:
+def _corrects_errors(gpu: Device | None) -> bool | None:
     mode = None if gpu is None else gpu.ask("EccMode")  # [current, pending]
     return None if mode is None else bool(mode[0])
 

@@ -35,8 +35,8 @@ def digests(files: Iterable[Path], root: Path) -> dict[str, str]:
 
 
 def sealed(row: dict[str, Any], root: Path, key: str | None, **files: Iterable[Path]) -> dict[str, Any]:
-    """The row with the digests of these groups of files below `root`, and a seal over all of it. ValueError for a row
-    that JSON cannot hold."""
+    """The row with the digests of these groups of files below `root`, and a seal over all of it. ValueError or
+    TypeError for a row that JSON cannot hold."""
     written = {"row": row, "files": {group: digests(paths, root) for group, paths in files.items()}}
     return written | {"seal": {"by": KEYED if key else PLAIN, "digest": _digest(written, key)}}
 
@@ -45,19 +45,24 @@ def changes(written: Any, root: Path, key: str | None) -> Iterator[str]:
     """A line for each thing that has changed since `sealed` returned this."""
     try:
         row, files, seal = (written[name] for name in ("row", "files", "seal"))
-        by, digest = seal["by"], str(seal["digest"])
-    except (TypeError, KeyError, IndexError):
+        by, digest = seal["by"], str(seal["digest"]).encode()
+        now = _digest({"row": row, "files": files}, key if by == KEYED else None).encode()
+        then = [(group, str(path), found) for group, paths in files.items() for path, found in paths.items()]
+    except (TypeError, KeyError, IndexError, AttributeError):
         yield "it has no seal"
+        return
+    except ValueError:  # JSON has no NaN
+        yield "it does not have the bytes that were sealed"
         return
     if by == KEYED and not key:
         yield f"it is sealed with a key: set {KEY} to check it"
     elif by != KEYED and key:
         yield f"it is sealed without a key, and {KEY} is set"
-    elif not hmac.compare_digest(digest, _digest({"row": row, "files": files}, key)):
+    elif not hmac.compare_digest(digest, now):
         yield "it does not have the bytes that were sealed" + (", or was sealed with another key" if key else "")
     else:
-        for group, then in files.items():
-            changed = [path for path, found in then.items() if _now(root / path) != found]
+        for group in dict.fromkeys(group for group, _, _ in then):
+            changed = [path for of, path, found in then if of == group and _now(root / path) != found]
             if changed:
                 others = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
                 yield f"the {group} has changed since: {changed[0]}{others}"

@@ -85,7 +85,7 @@ def race(plan: Plan, start: StartWorld, calls: Callable[[str, World], Run], conf
 def _one_process(plan: Plan, calls: dict[str, Run], coin: random.Random, race: Race) -> None:
     """Take turns in one pair of processes. Each turn follows one of the other version, not timed if need be."""
     warm = {name: call(_begin, plan) for name, call in calls.items()}
-    step = max(lap.seconds for laps in warm.values() for lap in laps)
+    step = max(lap.elapsed for laps in warm.values() for lap in laps)
     ahead = max(lap.host or 0.0 for laps in warm.values() for lap in laps)
     steps = max(1, math.ceil(TURN / max(step, 1e-5)))
     pairs: dict[str, list[float]] = {HERE: [], THERE: []}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,9 @@ from shardmark.meter.disturbances import HEAT, POWER, SLOWDOWN, in_words
 from shardmark.meter.gpu import GpuFigures, GpuWatch
 from shardmark.meter.memory import Memory
 from shardmark.meter.plan import Measured, Rounds
-from shardmark.ranks.nvml import Gpu
+from shardmark.ranks import nvml
+from shardmark.ranks.nvml import Device
+from shardmark.rows import gpus
 from shardmark.rows.fill import gpus_entry, throttled, time_entry
 from tests.support.fake_nvml import HEALTHY, PER_SECOND, FakeGpu, install
 from tests.support.measured import stand_in
@@ -135,7 +139,7 @@ def test_without_nvml_there_are_no_figures_and_no_error(
     install(monkeypatch, gpu, loads=how != "library not loadable", buses=False)
     if how == "package absent":
         monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert Gpu.of(0) is None and watched(gpu, clock, {}) is None
+    assert Device.of(0) is None and watched(gpu, clock, {}) is None
     assert gpus_entry([Measured("nccl", Memory())]) == []
 
 
@@ -187,3 +191,15 @@ def test_a_row_has_every_ranks_gpu_or_none() -> None:
     assert [each["power"] for each in gpus_entry(ranks)] == [400.0, 500.0]
     assert gpus_entry([*ranks, Measured("nccl", Memory())]) == []
     assert ranks[0].at_pace(2.0).gpu == ranks[0].gpu
+
+
+def test_the_package_has_every_function_and_constant_that_is_asked_for() -> None:
+    """The fake has any; a misspelt name would read as a GPU that does not say."""
+    pynvml = pytest.importorskip("pynvml")
+    code = "".join(Path(module.__file__).read_text() for module in (meter, nvml, gpus))
+    names = {f"nvmlDeviceGet{name}" for name in re.findall(r'ask\(\s*"(\w+)"', code)}
+    names |= {f"nvmlDeviceGetHandle{name}" for name in re.findall(r'"(By\w+)"', code)}
+    names |= set(re.findall(r"\bNVML_\w+", code))
+    older = "nvmlDeviceGetCurrentClocksThrottleReasons"
+    assert len(names) > 20 and older in names
+    assert [name for name in sorted(names) if not hasattr(pynvml, name)] == []

@@ -105,17 +105,29 @@ def with_l2(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> list[str]:
 ROUNDS = Rounds(minimum=3, maximum=3)
 
 
-def test_an_absolute_rate_is_of_a_warm_device_and_a_cold_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = replace(plan_of(Ticking, stand_in("mine"), None), rounds=ROUNDS, absolute=True)
+def test_a_rate_is_of_a_warm_device_and_a_cold_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(plan_of(Ticking, stand_in("mine"), None), rounds=ROUNDS, rates=True)
     log = with_l2(monkeypatch, plan)
     warm = round(passes.WARM / 1e-3)
     assert log == ["prepare mine", "flush", "step mine"] * (1 + warm + 3)
 
 
-def test_a_pairs_steps_find_the_caches_as_the_other_one_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_steps_of_a_pair_find_the_cache_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cold where the row states a rate; else as the other step leaves it."""
     plan = replace(plan_of(Ticking, stand_in("mine"), None), rounds=ROUNDS, peer=stand_in("theirs"))
     log = with_l2(monkeypatch, plan)
     assert "flush" not in log and log.count("step mine") < 10
+    log.clear()
+    with_l2(monkeypatch, replace(plan, rates=True))
+    steps = [each for each in log if each.startswith("step")]
+    assert log.count("flush") == len(steps) and {*steps} == {"step mine", "step theirs"}
+
+
+def test_several_calls_find_the_cache_as_they_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "flush_l2", lambda device: LOG.append("flush"))
+    plan = replace(plan_of(FiveCalls, stand_in("mine"), None), rates=True)
+    laps = passes.timed_step(plan, workload := FiveCalls(plan.implementation, None, "cpu"), workload.step)
+    assert "flush" not in LOG and laps.elapsed == pytest.approx(5 * laps.seconds)
 
 
 def test_twice_the_cache_is_written_and_on_cpu_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,9 @@ from shardmark.ranks.rank import WORLD_VARIABLE
 from shardmark.ranks.world import RankError, World
 
 WARNING = "[2026-01-02 03:04:05] host:17:42 [1] misc/shmutils.cc:87 NCCL WARN Call to posix_fallocate failed: No space"
+DIED = RankError("rank 0 of 2 was killed by SIGABRT", 0)
+RAISED = RankError("rank 0 of 2 raised DistBackendError: NCCL error in: NCCLUtils.cpp:94", 0, RuntimeError())
+OTHER = RankError("rank 0 of 2 raised ValueError: shapes differ", 0, ValueError())
 
 
 @pytest.fixture
@@ -28,9 +31,9 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_each_warning_is_shown_once_and_the_others_are_counted(tmp_path: Path, room: Callable[[int], None]) -> None:
     room(2**31)
     (tmp_path / "rank0.nccl").write_text("NCCL version 2.29.7+cuda13.0\nhost NCCL INFO channel\n")
-    assert nccl.explanation(tmp_path, "ValueError: shapes differ") == ""
+    assert nccl.explanation(tmp_path, DIED) == ""
     (tmp_path / "rank1.nccl").write_text(f"{WARNING}\n" * 2 + "".join(f"h NCCL WARN {i}\x1b[31m\n" for i in range(4)))
-    assert nccl.explanation(tmp_path, "ncclSystemError").splitlines() == [
+    assert nccl.explanation(tmp_path, DIED).splitlines() == [
         "NCCL warns on rank 1: Call to posix_fallocate failed: No space",
         r"NCCL warns on rank 1: 0\x1b[31m",
         r"NCCL warns on rank 1: 1\x1b[31m",
@@ -43,15 +46,13 @@ def test_little_shared_memory_is_said_where_nccl_fails(
 ) -> None:
     room(60 * 2**20)
     says = "/dev/shm has 60 MiB free, and NCCL may need more: in Docker give the container --shm-size=1g or --ipc=host"
-    assert (
-        nccl.explanation(tmp_path, "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system error") == says
-    )
-    assert nccl.explanation(tmp_path, "ValueError: shapes differ") == ""
+    assert nccl.explanation(tmp_path, RAISED) == says
+    assert nccl.explanation(tmp_path, OTHER) == ""
     room(2**30)
-    assert nccl.explanation(tmp_path, "unhandled NCCL error") == ""
+    assert nccl.explanation(tmp_path, RAISED) == ""
     monkeypatch.undo()
     monkeypatch.setattr(nccl, "SHARED_MEMORY", tmp_path / "none")
-    assert nccl.explanation(tmp_path, "NCCL").endswith("none, through which NCCL's ranks share memory")
+    assert nccl.explanation(tmp_path, RAISED).endswith("none, through which NCCL's ranks share memory")
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from shardmark.rows.seal import KEY, changes, sealed
 
 ROW = {"seconds": 1.5, "losses": [0.1, 1e-17], "entry": "entry.py:make"}
 
+LISTED = {"row": {}, "files": {"entry": ["entry.py"]}, "seal": {"by": "sha256", "digest": ""}}
+
 
 @pytest.fixture
 def written(tmp_path: Path) -> dict[str, Any]:
@@ -24,6 +26,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a digest of a file": lambda row: row["files"]["entry"].update({"entry.py": "0" * 64}),
     "no files": lambda row: row["files"].clear(),
     "the seal": lambda row: row["seal"].update(digest="0" * 64),
+    "letters in the seal": lambda row: row["seal"].update(digest="é"),
+    "no number": lambda row: row["row"].update(seconds=float("nan")),
 }
 
 
@@ -51,6 +55,6 @@ def test_only_who_has_the_key_can_seal(written: dict[str, Any], tmp_path: Path) 
     assert [*changes(written, tmp_path, "secret")] == [f"it is sealed without a key, and {KEY} is set"]
 
 
-@pytest.mark.parametrize("text", [[], {}, {"row": {}}, {"row": {}, "files": {}, "seal": 3}, 7])
+@pytest.mark.parametrize("text", [[], {}, {"row": {}}, {"row": {}, "files": {}, "seal": 3}, 7, LISTED])
 def test_another_file_has_no_seal(text: Any, tmp_path: Path) -> None:
     assert [*changes(text, tmp_path, None)] == ["it has no seal"]
