@@ -75,6 +75,8 @@ def not_held(plain: Run, exact: Run, case: EntryCase) -> list[str]:
 
 def off(found: np.ndarray, right: np.ndarray) -> float:
     """The 2-norm of the error over that of what is right, without the STRAY elements that are off most."""
+    if not np.isfinite(found).all():
+        return float("inf")
     errors = np.sort(np.square(found - right))
     error, size = errors[: len(errors) - len(errors) // STRAY].sum(), np.square(right).sum()
     return float(np.sqrt(error / size)) if size else float(error > 0)

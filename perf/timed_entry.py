@@ -163,7 +163,7 @@ def train_as_told(training: Training, device: str, caches: str, path: str) -> No
     end.connect(path)
     with Connection(end.detach()) as clock:
         clock.send(dist.get_rank())
-        rank = Rank(training, device)
+        rank = Rank(training, device, caches)
         while True:
             try:
                 what, given = clock.recv()
@@ -175,8 +175,8 @@ def train_as_told(training: Training, device: str, caches: str, path: str) -> No
 class Rank:
     """A rank's trainer. Each method answers a question of the same name."""
 
-    def __init__(self, training: Training, device: str) -> None:
-        self._device, self._synchronize = device, torch.cuda.synchronize
+    def __init__(self, training: Training, device: str, caches: str) -> None:
+        self._device, self._synchronize, self._caches = device, torch.cuda.synchronize, caches
         self._modules = set(sys.modules)
         self._judge = Attributes(lambda name: name.partition(".")[0] in JUDGE or name == "torch.cuda", _classes_in)
         self._judge.look()
@@ -223,11 +223,13 @@ class Rank:
         return [name for name in self._judge.put_back() if not name.startswith("torch.") or name in CLOCKS]
 
     def files(self, _: None) -> list[str]:
-        """Files of the modules that were imported since, and are neither installed nor the suite's."""
+        """Files of the modules that were imported since, and are neither installed nor the suite's, nor what a compiler
+        has written to the caches."""
         new = (getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - self._modules)
-        rooms = [*(sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib"))]
-        rooms += [str(ROOT / each) for each in ("impl", "perf", "shardmark")]
-        return sorted(file for file in new if file and file.endswith(".py") and not file.startswith(tuple(rooms)))
+        rooms = [*(Path(sysconfig.get_path(each)) for each in ("stdlib", "platstdlib", "purelib", "platlib"))]
+        rooms += [*(ROOT / each for each in ("impl", "perf", "shardmark")), Path(self._caches).resolve()]
+        paths = (Path(file).resolve() for file in new if file and file.endswith(".py"))
+        return sorted(str(path) for path in paths if not any(path.is_relative_to(room) for room in rooms))
 
 
 def _classes_in(module: Any) -> list[type]:

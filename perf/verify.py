@@ -24,6 +24,7 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import impl  # noqa: F401  (registers the families, which ranks import before they are told to train)
@@ -33,11 +34,12 @@ from perf.entry_numbers import Run, complaints, not_held
 from perf.timed_entry import ROOT, EntryCase, Ranks, Training, told
 from shardmark.api import Mesh, RegistryError
 from shardmark.meter.hardware import Hardware, hardware
+from shardmark.plugin.judge import EXIT_NOT_JUDGED
 from shardmark.ranks.rank import WorldError
 from shardmark.ranks.world import RankError
 from shardmark.rows.atomic_json import dumped
 from shardmark.rows.machine import describe_machine
-from shardmark.rows.seal import KEY, changes, sealed, sources
+from shardmark.rows.seal import KEY, changes, digests, sealed, sources
 from shardmark.text import printable
 
 CASES = {
@@ -77,12 +79,13 @@ class Steps:
 
     @classmethod
     def drawn(cls, case: EntryCase, warmups: int, timed: int, seed: int) -> Steps:
-        random = torch.Generator().manual_seed(seed)
+        # Sequences that do not follow from each other: ranks are told the seeds of weights and samples.
+        weights, samples, tokens = np.random.SeedSequence(seed).spawn(3)
+        random = np.random.default_rng(tokens)
         vocabulary, shape = SIZES[case.model].vocabulary, (case.batch, case.context + 1)
-        weights, samples = torch.randint(2**62, (2,), generator=random).tolist()
-        batches = [torch.randint(vocabulary, shape, generator=random) for _ in range(warmups + timed)]
+        batches = [torch.from_numpy(random.integers(vocabulary, size=shape)) for _ in range(warmups + timed)]
         batches[warmups - 1] = batches[0]
-        return cls(batches, warmups, weights, samples)
+        return cls(batches, warmups, *(int(each.generate_state(1)[0]) for each in (weights, samples)))
 
 
 def train(training: Training, steps: Steps, device: str, caches: str, minutes: float) -> Timed:
@@ -106,7 +109,7 @@ def train(training: Training, steps: Steps, device: str, caches: str, minutes: f
         _read_again(run, ranks, steps.samples)
         run.gradients = _same(run, ranks.ask_all("gradients", steps.samples))
         run.objections += [f"it replaces {name}" for names in ranks.ask_all("replaced") for name in names]
-        run.files = ranks.ask_all("files")[0]
+        run.files = sorted({file for files in ranks.ask_all("files") for file in files})
     return run
 
 
@@ -166,10 +169,17 @@ def verify(given: argparse.Namespace) -> tuple[int, str]:
     if given.correctness:
         command = ["pytest", "correctness", "--impl", f"mesh={path}:{attribute}", "--mesh", given.mesh]
         if status := subprocess.run([sys.executable, "-m", *command, "--device", given.device], cwd=ROOT).returncode:
-            return status, f"{given.entry} is refused: at a small size it is not judged right, as the lines above say."
+            judged = status in (pytest.ExitCode.TESTS_FAILED, EXIT_NOT_JUDGED)
+            why = "is refused: at a small size it is not judged right, as the lines above say"
+            return (
+                status,
+                f"{given.entry} {why if judged else f'is not verified: pytest correctness ended with {status}'}.",
+            )
     seed = secrets.randbits(62) if given.seed is None else given.seed
     steps = Steps.drawn(case, given.warmups, given.steps, seed)
     entry = Training(case, steps.weights, case.dtype, given.mesh, f"{path}:{attribute}")
+    suite = sources(ROOT, *SUITE)
+    before = digests([path, *suite], Path.cwd())
     with tempfile.TemporaryDirectory() as caches:
         try:
             run = train(entry, steps, given.device, caches, given.minutes)
@@ -179,10 +189,16 @@ def verify(given: argparse.Namespace) -> tuple[int, str]:
             print(error, file=sys.stderr)
             why = f"it took over {given.minutes:g} minutes" if error.hung else "a rank failed, as said above"
             return REFUSED, f"{given.entry} is refused: {why}."
-        plain, exact = (
-            train(Training(case, steps.weights, dtype), steps, given.device, caches, given.patience)
-            for dtype in (case.dtype, case.exact)
-        )
+        try:
+            plain, exact = (
+                train(Training(case, steps.weights, dtype), steps, given.device, caches, given.patience)
+                for dtype in (case.dtype, case.exact)
+            )
+        except RankError as error:
+            print(error, file=sys.stderr)
+            raise ValueError("the reference has failed, as said above: nothing is said of the entry") from None
+    changed = [name for name, digest in digests([path, *suite], Path.cwd()).items() if before[name] != digest]
+    run.objections += [f"{name} has changed since it began" for name in changed]
     wrong = [*run.objections, *complaints(run, plain, exact, case)]
     if wrong:
         others = f" There are {len(wrong) - 1} more such lines." if wrong[1:] else ""
@@ -201,7 +217,7 @@ def verify(given: argparse.Namespace) -> tuple[int, str]:
         "machine": describe_machine(given.device),
     }
     files = {path, *map(Path, run.files)}
-    written = sealed(about | row, Path.cwd(), key, entry=sorted(files), suite=sources(ROOT, *SUITE))
+    written = sealed(about | row, Path.cwd(), key, entry=sorted(files), suite=suite)
     given.out.write_text(dumped(written, indent=1) + "\n")
     return ACCEPTED, " ".join(_said(given, row, loose))
 

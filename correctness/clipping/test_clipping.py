@@ -34,7 +34,7 @@ ON = {"one_mesh": False, "several_meshes": True}
 
 def _known(request: pytest.FixtureRequest, implementation: Implementation, wrong: bool, why: str) -> None:
     """Expect the failure of a defect of PyTorch's that is described."""
-    if wrong and implementation.name == "library":
+    if wrong and implementation.spec == "library":
         request.applymarker(pytest.mark.xfail(reason=f"{why}: docs/pytorch-defects.md"))
 
 

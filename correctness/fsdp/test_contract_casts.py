@@ -118,7 +118,7 @@ def test_containers_keep_their_classes(
     request: pytest.FixtureRequest,
 ) -> None:
     of_pytorch = FSDP1 + FSDP2 if compute else FSDP1
-    if CONTAINERS[container] is Attributes and implementation.name in of_pytorch:
+    if CONTAINERS[container] is Attributes and implementation.spec in of_pytorch:
         why = "it makes a plain dict of a subclass: docs/pytorch-defects.md"
         request.applymarker(pytest.mark.xfail(reason=why))
     assert_none(filter(None, world.run(passed_on_rank, implementation, compute, container, device)))
@@ -163,7 +163,7 @@ def test_a_parameter_may_be_reached_in_more_passes_on_one_rank(
     implementation: Implementation, compute: torch.dtype | None, device: str
 ) -> str:
     """Rank 0 uses `a` twice before the synchronization, others once, and `b` once: gradients add up on each rank, and
-    are averaged then. Ones make every number exact in bfloat16."""
+    are averaged then, of ones: but for thirds every number is exact in bfloat16."""
     model = make(Either, 0, device, torch.float32)
     wrapped = wrap(implementation, model, compute_dtype=compute, wrap=_root_alone)
     if any(isinstance(parameter, DTensor) for parameter in wrapped.parameters()):
@@ -175,6 +175,6 @@ def test_a_parameter_may_be_reached_in_more_passes_on_one_rank(
     found = averaged_gradients(wrapped)
     for name, passes in (("a", 1 + 1 / ranks), ("b", 1 - 1 / ranks)):
         value = found[f"{name}.weight"].double()
-        if not torch.allclose(value, torch.full_like(value, 2 * passes), rtol=0.01):
+        if not torch.allclose(value, torch.full_like(value, 2 * passes), rtol=torch.finfo(torch.bfloat16).eps):
             return f"the gradient of {name} is {value.flatten()[0].item():.6g}, expected {2 * passes:.6g}"
     return ""

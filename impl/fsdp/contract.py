@@ -29,8 +29,8 @@ class FullySharded(Protocol):
       any, and in subclasses of these and dataclasses, which keep their classes), gradients of inputs.
     - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
       shard's `.grad`, of its shape and dtype, is this rank's part of the average over the ranks. A gradient missing on
-      a rank counts as zero; one missing on all is zero or None. Gradients add up until they are set to None. Frozen
-      parameters have none; tied ones stay one.
+      a rank counts as zero, unless parameters are DTensors, which are reduced one by one; one missing on all is zero or
+      None. Gradients add up until they are set to None. Frozen parameters have none; tied ones stay one.
     - Several forwards may precede their backwards, a forward may have no backward, and evaluation may come at any time,
       in inference mode too.
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients

@@ -37,5 +37,5 @@ def test_four_ranks_that_are_asked_for_have_every_contract() -> None:
     assert named(asked, "[library-dp2_tp2-") and not named(usual, "[library-dp2_tp2-")
 
 
-def test_tests_without_a_mesh_of_that_size_are_skipped() -> None:
+def test_tests_without_a_mesh_of_that_size_are_collected() -> None:
     assert named(collected("--ranks=3"), "NOTSET")
