@@ -46,12 +46,11 @@ class Compiled(Honest):
 
 
 class LosesSomeGradients(Honest):
-    """One gradient of a hundred is no number."""
+    """One element of four hundred of the embedding's gradient is no number."""
 
     def full_gradients(self):
         found = super().full_gradients()
-        for each in found.values():
-            each.flatten()[:: max(100, each.numel() // 40)] = float("nan")
+        found["tok_embeddings.weight"].view(-1)[::400] = float("nan")
         return found
 
 
