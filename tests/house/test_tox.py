@@ -29,7 +29,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def ran(project: Path, environment: str) -> tuple[int, list[str]]:
-    command = [str(TOX), "-q", "-e", environment]
+    command = [str(TOX), "-q", "--workdir", str(project / ".tox"), "-e", environment]  # the outer tox says another
     done = subprocess.run(
         command, cwd=project, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
     )
