@@ -190,3 +190,11 @@ class PythonsLargest(ByEach):
 
     def together(self, powers: list[Tensor], norm_type: float) -> Tensor:
         return max(powers) if powers and math.isinf(norm_type) else super().together(powers, norm_type)
+
+
+@defect(cause="shapes", caught_by="test_gradients_of_all_kinds_count_once")
+class LeavesScalarsOut(ByEach):
+    """A parameter of one number, such as a temperature, is neither counted nor scaled."""
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        return [gradient for gradient in super().gradients(parameters) if gradient.ndim]
