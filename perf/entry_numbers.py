@@ -32,7 +32,7 @@ class Run:
     reads: list[Samples] = field(default_factory=list)
     """Parameters before the first step, before the timed steps and after them."""
     gradients: Samples = field(default_factory=dict)
-    """Those of the last step."""
+    """Gradients of the last step."""
 
     def tensors(self) -> dict[str, Samples]:
         """The tensors that are compared, by what they are, those nearest to the cause first."""

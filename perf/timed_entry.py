@@ -238,7 +238,7 @@ def _classes_in(module: Any) -> list[type]:
 
 
 def _model(training: Training, device: str) -> Decoder:
-    """The same weights for all, which `case.dtype` can hold."""
+    """The model, whose seeded weights are rounded to `case.dtype`, so that all runs begin with the same."""
     torch.manual_seed(training.weights)
     with torch.device(device):
         return Decoder(SIZES[training.case.model]).to(getattr(torch, training.case.dtype)).to(_dtype(training))

@@ -121,7 +121,7 @@ def _read_again(run: Timed, ranks: Ranks, seed: int) -> None:
 
 
 def _same(run: Timed, answers: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The first rank's, which all ranks must have."""
+    """Samples of the first rank; it is an objection if another rank has others."""
     for name, own in answers[0].items():
         if not all(name in each and np.array_equal(own, each[name], equal_nan=True) for each in answers):
             run.objections.append(f"ranks have different {name}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from correctness.clipping.gradients import Clipped
+from correctness.clipping.gradients import Clipped, differences
 from impl.distributed import full
 from shardmark.api import Implementation, Mesh
 
@@ -131,20 +131,10 @@ def _sums(draw: Draw) -> float:
 
 
 def drawn_differences(ranks: Sequence[Clipped], example: Example) -> Iterator[str]:
-    """A line for each thing that is wrong."""
+    """A line for each thing that is wrong, with the example."""
     there = [draw for draw in example.draws if not draw.missing]
-    gradients = [draw.whole() for draw in there]
-    values = [g.double().flatten() for g in gradients]
-    right = torch.linalg.vector_norm(torch.cat(values), example.norm_type).item() if values else 0.0
-    scale = min(1.0, example.max_norm / (right + 1e-6))
     # The norm of norms, a few roundings; and one for each summand, which is added at least in float32.
     close = max((8 * torch.finfo(draw.dtype).eps + _sums(draw) for draw in there), default=0.0)
-    for rank, found in enumerate(ranks):
-        if not abs(found.norm - right) <= close * right:
-            yield f"the norm is {found.norm:.8g} on rank {rank}, and of whole gradients {right:.8g}"
-        if found.norm != ranks[0].norm:
-            yield f"the norm is {found.norm!r} on rank {rank}, and {ranks[0].norm!r} on rank 0"
-        for own, whole, draw in zip(found.gradients, gradients, there, strict=True):
-            allowed = (close if scale < 1 else 0.0) * scale * whole.double().abs()
-            if own.shape != whole.shape or not ((own.double() - scale * whole.double()).abs() <= allowed).all():
-                yield f"it is not scaled by {scale:.6g} on rank {rank}: {draw}"
+    wholes = [draw.whole() for draw in there]
+    for line in differences(ranks, wholes, example.max_norm, example.norm_type, close):
+        yield f"{line}: of {example}"

@@ -98,12 +98,13 @@ def clip_nothing_on_rank(implementation: Implementation) -> float:
 
 
 def differences(
-    ranks: Sequence[Clipped], gradients: Sequence[Tensor], max_norm: float, norm_type: float
+    ranks: Sequence[Clipped], gradients: Sequence[Tensor], max_norm: float, norm_type: float, close: float | None = None
 ) -> Iterator[str]:
-    """A line for each thing that is wrong."""
-    dtype = gradients[0].dtype
-    close = 8 * torch.finfo(dtype).eps  # the norm of norms, a few roundings
-    right = torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in gradients]), norm_type).item()
+    """A line for each thing that is wrong by more than `close`, relative to its size."""
+    if close is None:
+        close = 8 * torch.finfo(gradients[0].dtype).eps  # the norm of norms, a few roundings
+    values = [g.double().flatten() for g in gradients]
+    right = torch.linalg.vector_norm(torch.cat(values), norm_type).item() if values else 0.0
     scale = min(1.0, max_norm / (right + 1e-6))
     for rank, found in enumerate(ranks):
         if not abs(found.norm - right) <= close * right:
@@ -111,7 +112,9 @@ def differences(
         if found.norm != ranks[0].norm:
             yield f"the norm is {found.norm!r} on rank {rank}, and {ranks[0].norm!r} on rank 0"
         for index, (own, whole) in enumerate(zip(found.gradients, gradients, strict=True)):
-            if scale == 1.0 and not torch.equal(own, whole):
+            if own.shape != whole.shape:
+                yield f"gradient {index} has the shape {tuple(own.shape)} on rank {rank}, and had {tuple(whole.shape)}"
+            elif scale == 1.0 and not torch.equal(own, whole):
                 yield f"gradient {index} has other bits on rank {rank}, and the norm is below {max_norm:g}"
-            if not ((own.double() - scale * whole.double()).abs() <= close * scale * whole.double().abs()).all():
+            elif not ((own.double() - scale * whole.double()).abs() <= close * scale * whole.double().abs()).all():
                 yield f"gradient {index} is not scaled by {scale:.6g} on rank {rank}"

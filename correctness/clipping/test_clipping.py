@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from correctness.clipping.drawn import KINDS, clip_drawn_on_rank, drawn, drawn_differences
 from correctness.clipping.gradients import (
     clip_an_iterator_on_rank,
     clip_nothing_on_rank,
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.family("clipping")
 
 MESHES = ("shard=2", "dp=2,tp=2", "shard=3,tp=2", "dp=1,shard=2")
 NORM_TYPES = (1.0, 2.0, 3.5, math.inf)
+EMPTY_PARTS = "it refuses parts that are empty"
 ON = {"one_mesh": False, "several_meshes": True}
 
 
@@ -51,10 +53,30 @@ def test_each_parameter_counts_once(
     request: pytest.FixtureRequest,
 ) -> None:
     """With any placement, in every norm, and with parts that are empty."""
-    _known(request, implementation, norm_type == math.inf, "it refuses parts that are empty")
+    _known(request, implementation, norm_type == math.inf, EMPTY_PARTS)
     gradients, max_norm = wholes(torch.float64, ON[on]), 0.5
     ranks = worlds(mesh.size).run(clip_on_rank, implementation, mesh, gradients, max_norm, norm_type, device)
     assert_none(differences(ranks, gradients, max_norm, norm_type))
+
+
+@pytest.mark.examples(12, 40, 400)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.meshes("shard=2", "dp=2,tp=2")
+def test_gradients_of_all_kinds_count_once(
+    implementation: Implementation,
+    mesh: Mesh,
+    kind: str,
+    examples: int,
+    worlds: WorldsBySize,
+    device: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    """They are drawn at random."""
+    _known(request, implementation, kind == "largest", EMPTY_PARTS)
+    found = [drawn(torch.initial_seed() + number, mesh, kind) for number in range(examples)]
+    ranks = worlds(mesh.size).run(clip_drawn_on_rank, implementation, mesh, found, device)
+    for number, example in enumerate(found):
+        assert_none(drawn_differences([clipped[number] for clipped in ranks], example))
 
 
 @pytest.mark.parametrize("size", [1.0, 3e3], ids=["usual", "large"])
@@ -98,7 +120,7 @@ def test_what_is_not_finite_is_seen_by_every_rank(
     request: pytest.FixtureRequest,
 ) -> None:
     """A NaN too, which is neither smaller nor larger than any number: the largest of several may miss it."""
-    _known(request, implementation, norm_type == math.inf, "it refuses parts that are empty")
+    _known(request, implementation, norm_type == math.inf, EMPTY_PARTS)
     for index in range(len(wholes(torch.float64, False))):
         gradients = wholes(torch.float64, False)
         gradients[index][-1, -1] = value

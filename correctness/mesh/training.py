@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -163,12 +164,14 @@ def trainer_of(
     device: str,
     max_norm: float,
     of: Callable[[str, str], Decoder] = model_of,
+    on: DeviceMesh | None = None,
     **options: Any,
 ) -> Any:
+    """A trainer on that mesh of all ranks, or on a mesh of its axes with some of them."""
     return implementation.watched(
         partial(of, kind, device),
         partial(optimizer_of, kind),
-        mesh.device_mesh(torch.device(device).type),
+        mesh.device_mesh(torch.device(device).type) if on is None else on,
         max_norm=max_norm,
         **options,
     )
@@ -177,9 +180,9 @@ def trainer_of(
 def own_batches(
     mesh: Mesh, device: str, step: int, backwards: bool = False, of: Callable[[int, int], Sequence[Batch]] = batches
 ) -> list[Batch]:
-    """This rank's part of each micro-batch of the step."""
-    whole = of(mesh.row_groups, step)
-    shared = (mesh.share(batch, dist.get_rank()) for batch in (whole[::-1] if backwards else whole))
+    """This rank's part of each micro-batch of the step; the world may have several meshes, one after another."""
+    whole, rank = of(mesh.row_groups, step), dist.get_rank() % mesh.size
+    shared = (mesh.share(batch, rank) for batch in (whole[::-1] if backwards else whole))
     return [(tokens.to(device), positions.to(device), targets.to(device)) for tokens, positions, targets in shared]
 
 

@@ -16,9 +16,7 @@ from correctness.mesh.training import (
     Trace,
     batches,
     max_norm_of,
-    model_of,
     one_process,
-    optimizer_of,
     own_batches,
     traced,
     train,
@@ -111,15 +109,9 @@ def train_apart(implementation: Implementation, mesh: Mesh, device: str, max_nor
     kind, (axis, _) = torch.device(device).type, mesh.axes[0]
     larger = init_device_mesh(kind, (APART, mesh.size), mesh_dim_names=("apart", axis))
     which, rank = divmod(dist.get_rank(), mesh.size)
-    trainer = implementation.watched(
-        partial(model_of, "plain", device), partial(optimizer_of, "plain"), larger[axis], max_norm=max_norm
-    )
-
-    def of_step(step: int) -> Sequence[Any]:
-        shared = (mesh.share(batch, rank) for batch in batches_apart(which, mesh.row_groups, step))
-        return [tuple(each.to(device) for each in batch) for batch in shared]
-
-    return traced(trainer, of_step, STEPS, rank)
+    trainer = trainer_of(implementation, mesh, "plain", device, max_norm, on=larger[axis])
+    own = partial(own_batches, mesh, device, of=partial(batches_apart, which))
+    return traced(trainer, own, STEPS, rank)
 
 
 @cache

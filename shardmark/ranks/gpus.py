@@ -68,7 +68,7 @@ def unrest() -> str | None:
     waiting.join(AT_REST)
     if waiting.is_alive():
         return "work on its GPU that does not end"
-    return f"an error on its GPU ({str(errors[0]).partition(chr(10))[0]})" if errors else None
+    return f"an error on its GPU ({first_line(errors[0])})" if errors else None
 
 
 def _smi(*options: str) -> list[str]:

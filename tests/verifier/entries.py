@@ -124,7 +124,6 @@ class ComputesBefore(Honest):
 class LeavesItToAThread(Honest):
     """Returns the loss and the norm; a thread waits, and updates."""
 
-    wait = 0.4
     thread = None
 
     def step(self, batches):
@@ -135,7 +134,7 @@ class LeavesItToAThread(Honest):
         self.optimizer.step = update
 
         def later():
-            time.sleep(self.wait)
+            time.sleep(0.4)
             update()
 
         self.thread = threading.Thread(target=later)
