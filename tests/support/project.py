@@ -12,6 +12,7 @@ import torch._dynamo  # noqa: F401  (what runs may import first, and cannot impo
 
 from correctness.support.paths import ROOT
 from shardmark.api import registry
+from shardmark.meter import clock
 
 CONFTEST = """
 import impl
@@ -20,13 +21,13 @@ pytest_plugins = ["shardmark.plugin"]
 
 SLEEPS = """
 import itertools
-import time
 from dataclasses import dataclass
 
 import pytest
 import torch
 from shardmark.api import Grid, Work
 from shardmark.plugin.measure import memory_budget
+from shardmark.meter import clock
 from shardmark.meter.memory import Memory
 from shardmark.rows.observers import Goals, Observer
 from shardmark.meter.measure_case import timed_steps
@@ -84,7 +85,7 @@ class Sleep:
     def step(self, mark):
         if self.lengths is None:
             raise Unsupported("light sleeps are not timed")
-        time.sleep(next(self.lengths))
+        clock.time.sleep(next(self.lengths))
         mark("forward")
         mark("backward")
 
@@ -164,6 +165,19 @@ def test_first_steps(implementation, case, device, measure):
 """
 
 
+class Asleep:
+    """Time that passes in naps alone, so that no other program's load decides a verdict; like the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
 ask_the_processor = cache(pytest_benchmark.plugin.get_cpu_info)
 """Once for all runs, as that takes tenths of a second."""
 
@@ -185,7 +199,8 @@ def make_project(
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A project whose family sleeps."""
+    """A project whose family sleeps, by a clock of its own."""
+    monkeypatch.setattr(clock, "time", Asleep())
     return make_project(pytester, monkeypatch, CONFTEST, test_sleeps=SLEEPS)
 
 
