@@ -49,7 +49,9 @@ def _followed(label: str, spec: str, recipe: Recipe, kernels: bool) -> OwnModel:
         stack.enter_context(_in_one_line(label))
         stack.enter_context(one_rank_of(1) if kernels else simulation(routing=Routing.of(recipe.routing)))
         made = make(spec, "cpu")
-        with FlopCounterMode(display=False) as counter, _noticing_checkpoints() as checkpoints:
+        # The counter is a mode of the dispatcher, under which PyTorch compiles nothing, and later no more either.
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, FlopCounterMode(display=False) as counter, _noticing_checkpoints() as checkpoints:
             loss = made.loss(made.module, *made.batch)
             _check_loss(label, made, loss)
             loss.backward()

@@ -49,6 +49,8 @@ class Training:
     """1: every block is recomputed in backward; 2: every second one, and so on; 0: none."""
     saves_operators: bool = False
     """Recomputed blocks keep attention's results and those of every second product, as torchtitan's do."""
+    compiled: bool = False
+    """Whether each block is compiled."""
     optimizer: str = "foreach"
     """ "foreach", "fused", or "loop" (a loop over the parameters)."""
     autocast: bool = False
@@ -112,6 +114,9 @@ def _wrapped(training: Training, model: Decoder) -> nn.Module:
         if every and index % every == every - 1:
             options = {"context_fn": _saving_operators} if training.saves_operators else {}
             model.blocks[index] = checkpoint_wrapper(block, **options)
+    if training.compiled:
+        for block in model.blocks:
+            block.compile()
     if training.strategy == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if training.strategy in ("fsdp1", "hsdp"):

@@ -210,16 +210,6 @@ def test_attention_counts_no_products_that_its_mask_leaves_out() -> None:
         assert attends(True) == attends(False) / 2 > 0
 
 
-@pytest.mark.usefixtures("compiler")
-def test_what_a_compiler_makes_has_no_time() -> None:
-    compiled = torch.compile(lambda x: (x @ x).relu())
-    x = torch.ones(8, 8)
-    compiled(x)
-    with simulation(on=device()) as timer:
-        assert timer.step(lambda mark: void(compiled(x))) is None
-        assert timer.step(lambda mark: void((x @ x).relu())) is not None
-
-
 def test_busy_times_are_joined_until_there_are_few() -> None:
     spans = [Span("mm", "", i * 1.0, i * 1.0 + 0.5, 0.0) for i in range(1000)]
     spans.append(Span("all_reduce", "collectives 0", 3.0, 4.0, 0.0, None, 8))

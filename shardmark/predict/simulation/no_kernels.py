@@ -34,6 +34,8 @@ from torch.utils._pytree import tree_map_only
 
 from shardmark.api.registry import Unsupported
 from shardmark.meter.allocations import user_line
+from shardmark.predict.simulation.compiled import compiling_graphs, untraced
+from shardmark.predict.simulation.costs import Cost
 from shardmark.predict.simulation.grouped import GROUPED, grouped_layout
 from shardmark.predict.simulation.kinds import (
     LEFT_AMONG_ELEMENTS,
@@ -110,6 +112,11 @@ class _Kernels:
         if self._schedule.running and not keys.has(DispatchKey.Meta):
             self._schedule.operator(operator, args, kwargs, results)
         return results
+
+    def fused(self, cost: Cost) -> None:
+        """Compiled code launches a kernel, whose results are allocated."""
+        if self._schedule.running:
+            self._schedule.fused(cost)
 
     def _results(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         kind = kind_of(operator)
@@ -242,6 +249,11 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
+def _laid_out(values: Any) -> Any:
+    """Results like these."""
+    return _allocated(tree_map_only(Tensor, _Layout, values))
+
+
 def _described(value: Any) -> Any:
     """Hashable key of all that a result's layout depends on."""
     if isinstance(value, Tensor):
@@ -349,7 +361,7 @@ def no_kernels(
     kernels = _Kernels(collective, take, schedule or Schedule(), routing)
     with ExitStack() as stack:
         everything, named = (stack.enter_context(_scoped_library(of, "IMPL")) for of in ("_", "aten"))
-        everything.fallback(kernels, "FPGA", with_keyset=True)
+        everything.fallback(untraced(kernels), "FPGA", with_keyset=True)
         for operator in made_of_others():
             named.impl(operator, _named(kernels, operator), "FPGA", with_keyset=True)
         for operator in _PASSED_BY:
@@ -364,8 +376,9 @@ def no_kernels(
             stack.enter_context(patch.object(owner, name, around(getattr(owner, name))))
         stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEY))
         kernels.learn()
+        stack.enter_context(compiling_graphs(past_kernels, _laid_out, kernels.fused))
         yield
 
 
 def _named(kernels: _Kernels, operator: OpOverload) -> Callable[..., Any]:
-    return lambda keys, *args, **kwargs: kernels(keys, operator, *args, **kwargs)
+    return untraced(lambda keys, *args, **kwargs: kernels(keys, operator, *args, **kwargs))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from shardmark.api.registry import Unsupported
 from shardmark.predict.simulation.costs import Cost, cost_of
 from shardmark.predict.simulation.kinds import Kind, kind_of
 from shardmark.predict.simulation.no_kernels import has_value, past_kernels
@@ -138,6 +139,10 @@ class Recorder(Schedule):
         self._collectives += 1
         self._note(call=Call.of(operator, args, {}), ranks=len(ranks), name=name, nbytes=nbytes)
         return float(self._collectives)
+
+    def fused(self, cost: Cost) -> None:
+        """Refuse compiled code: its kernels are C++ here, and no operator that ranks could time is like them."""
+        raise Unsupported("the pace of what torch.compile generates is not predicted for this machine")
 
     def wait(self, until: float, stream: str | None = None) -> None:
         """Make the host wait; on any other thread (some implementations start one) do nothing."""

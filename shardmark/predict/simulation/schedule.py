@@ -8,13 +8,11 @@ CPU has one stream, which is the host.
 
 from __future__ import annotations
 
-import sys
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -120,6 +118,7 @@ class Schedule:
         self.rates = rates
         self._running = False
         self._compiled = False
+        """Whether the step runs compiled code on a CPU."""
         self._host = 0.0
         self._free: dict[str, float] = {}
         self._current = [FIRST_STREAM]
@@ -137,8 +136,8 @@ class Schedule:
         return self._running
 
     def step(self, step: Callable[[Mark], None], ahead: float = 0.0) -> Step | None:
-        """Run the step and return its predicted times; None where compiled code runs, whose kernels are not PyTorch's
-        operators. The device begins `ahead` seconds later than the host. ValueError without rates."""
+        """Run the step and return its predicted times; None where compiled code runs on a CPU, whose pace is not known.
+        The device begins `ahead` seconds later than the host. ValueError without rates."""
         if self.rates is None:
             raise ValueError("a schedule needs rates")
         began = self._over()
@@ -147,8 +146,7 @@ class Schedule:
         self._spans, self._sent, self._marks = [], [], []
         self._running, self._compiled = True, False
         try:
-            with self._noticing_compiled():
-                step(self._mark)
+            step(self._mark)
             launched = self._host - began
             self.synchronize()
         finally:
@@ -179,6 +177,15 @@ class Schedule:
         cost = cost_of(operator, args, kwargs, results)
         if cost is not None:
             self._kernel(operator._schema.name.partition("::")[2], cost)
+
+    def fused(self, cost: Cost) -> None:
+        """Compiled code launches a kernel of that cost."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward:
+            self._end_backward()
+        self._compiled = self._compiled or (self.rates is not None and self.rates.on_host)
+        self._launched(in_backward)
+        self._kernel(cost.name, cost)
 
     def _launched(self, in_backward: bool) -> None:
         """The host has launched an operator."""
@@ -260,22 +267,6 @@ class Schedule:
         self._free[span.stream] = over
         self._spans.append(replace(span, begin=began, end=over))
         return over
-
-    @contextmanager
-    def _noticing_compiled(self) -> Iterator[None]:
-        """Notice whether code that Inductor compiled runs in the block."""
-        inductor = sys.modules.get("torch._inductor.output_code")
-        if inductor is None:  # nothing was compiled in this process
-            yield
-            return
-        run = inductor.CompiledFxGraph.__call__
-
-        def noticed(graph: Any, *args: Any) -> Any:
-            self._compiled = True
-            return run(graph, *args)
-
-        with patch.object(inductor.CompiledFxGraph, "__call__", noticed):
-            yield
 
     @contextmanager
     def on_stream(self, name: str) -> Iterator[None]:

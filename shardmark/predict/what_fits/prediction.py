@@ -89,7 +89,7 @@ class Prediction:
     made: int
     """Peak bytes reserved on the device until the model is made and sharded."""
     steps: dict[str, StepTime] = field(default_factory=dict)
-    """A step's time, by hardware; empty for a compiled model."""
+    """A step's time, by hardware."""
 
 
 @dataclass(frozen=True)
