@@ -130,6 +130,22 @@ def test_recursive_lowers_the_peak_where_a_block_has_a_larger_input_than_gradien
         assert (POLICIES["recursive"].peak(case) < POLICIES["full"].peak(case)) == saves
 
 
+def test_recursive_lowers_the_peak_of_a_second_micro_batch_by_the_inputs_that_it_does_not_keep() -> None:
+    """The gradients of the first one are there, so the peak is where all inputs are."""
+
+    def peak(name: str) -> int:
+        with meter("cpu") as memory:
+            step = CheckpointedStep(family("checkpointing").implementations[name], case, "cpu")
+            step.step(lambda part: None)
+            memory.reset_peak()
+            step.step(lambda part: None)
+        return memory.tensors
+
+    case = TrainingStepCase("deep", 2, 64, mode="forward_backward")
+    layers, stream = SIZES["deep"].layers, 4 * 2 * 64 * SIZES["deep"].d_model
+    assert peak("full") - peak("recursive") == (layers - most_inputs(halves(layers))) * stream
+
+
 @pytest.mark.parametrize("blocks", [*range(1, 40), 1000])
 def test_recursive_keeps_a_logarithm_of_the_inputs(blocks: int) -> None:
     series, levels = halves(blocks), math.log2(blocks)
