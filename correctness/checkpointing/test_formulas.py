@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,14 +13,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from correctness.checkpointing.models import SIZE
-from impl.accounting.beside import beside
 from impl.attention import eager_attention
-from impl.checkpointing.accounting import BLOCK, POLICIES, Recursive, segment_length
+from impl.checkpointing.accounting import POLICIES
+from impl.checkpointing.cases import SegmentsCase
+from impl.checkpointing.nesting import again, halves, most_inputs, numbers, segments
 from impl.model import SIZES, Transformer
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.workload import CheckpointedStep
-from shardmark.api import Followed, Moment, family
-from shardmark.api.reference import BACKWARD, ENTER, LEAVE
+from shardmark.api import family
 from shardmark.meter.memory import Memory, meter
 
 DEPTHS = [1, *(pytest.param(layers, marks=pytest.mark.sweep) for layers in (2, 3, 7)), 5]
@@ -49,11 +50,11 @@ def test_recomputed_flops_are_those_counted(name: str, layers: int, monkeypatch:
 
     tokens = torch.zeros(2, 13, dtype=torch.int64)
     with sized(monkeypatch, layers=layers) as model:
-        case = TrainingStepCase(model, *tokens.shape)
-        but_for_last, whole = POLICIES[name].again(case)
+        case, policy = TrainingStepCase(model, *tokens.shape), POLICIES[name]
         # The counter counts all of eager attention; the formula counts half of it, as it is causal.
-        masked = 2 * tokens.numel() * tokens.shape[1] * SIZE.d_model * (but_for_last + whole)
-        assert counted(name) - counted("none") == POLICIES[name].recomputed(case) + masked
+        attention = 2 * tokens.numel() * tokens.shape[1] * SIZE.d_model
+        masked = attention * sum(again(policy.series(case))) if policy.products_again else 0
+        assert counted(name) - counted("none") == policy.recomputed(case) + masked
 
 
 def step_memory(name: str, case: TrainingStepCase) -> Memory:
@@ -104,9 +105,19 @@ def test_each_policy_saves_what_it_is_for(model: str) -> None:
         {name: getattr(policy, form)(case) for name, policy in POLICIES.items()}
         for form in ("kept", "peak", "recomputed")
     )
-    assert kept["recursive"] < kept["full"] < kept["every_2"] < kept["selective"] < kept["none"]
-    assert peak["recursive"] == peak["full"] < peak["every_2"] < peak["selective"] < peak["none"]
-    assert flops["none"] == flops["selective"] == 0 < flops["every_2"] < flops["full"] < flops["recursive"]
+    for small in ("recursive", "segments"):
+        assert kept[small] < kept["full"] < kept["every_2"] < kept["selective"] < kept["none"]
+    assert peak["recursive"] == peak["full"] < peak["segments"] < peak["every_2"] < peak["selective"] < peak["none"]
+    assert flops["none"] == flops["selective"] == 0 < flops["every_2"] < flops["full"]
+    assert flops["full"] < flops["segments"] < flops["recursive"]
+
+
+@pytest.mark.sweep
+def test_segments_of_a_root_keep_the_fewest_inputs_and_those_of_one_block_the_least_memory() -> None:
+    lengths = range(1, 33)
+    peaks = [POLICIES["segments"].peak(SegmentsCase("2.7b", 4, 2048, length=length), "cuda") for length in lengths]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[1]
+    assert min(lengths, key=lambda length: most_inputs(segments(32, length))) in (5, 6)
 
 
 @pytest.mark.parametrize(("tokens", "saves"), [(15, False), (17, True)])
@@ -119,30 +130,36 @@ def test_recursive_lowers_the_peak_where_a_block_has_a_larger_input_than_gradien
         assert (POLICIES["recursive"].peak(case) < POLICIES["full"].peak(case)) == saves
 
 
-class CountingInputs(Recursive):
-    """Counts the most block inputs that are live when backward reaches a block."""
+def test_recursive_lowers_the_peak_of_a_second_micro_batch_by_the_inputs_that_it_does_not_keep() -> None:
+    """The gradients of the first one are there, so the peak is where all inputs are."""
 
-    most = 0
+    def peak(name: str) -> int:
+        with meter("cpu") as memory:
+            step = CheckpointedStep(family("checkpointing").implementations[name], case, "cpu")
+            step.step(lambda part: None)
+            memory.reset_peak()
+            step.step(lambda part: None)
+        return memory.tensors
 
-    def compute_again(self, block: int) -> None:
-        super().compute_again(block)
-        inputs = self.ledger.live.entries[BLOCK] // self.stream - 1  # without the last block's output
-        self.most = max(self.most, inputs)
+    case = TrainingStepCase("deep", 2, 64, mode="forward_backward")
+    layers, stream = SIZES["deep"].layers, 4 * 2 * 64 * SIZES["deep"].d_model
+    assert peak("full") - peak("recursive") == (layers - most_inputs(halves(layers))) * stream
 
 
-@pytest.mark.parametrize("layers", [*range(1, 40), 1000])
-def test_recursive_keeps_no_more_than_two_roots_of_the_inputs(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks here allocate nothing but their output."""
-    with sized(monkeypatch, layers=layers) as model:
-        technique = CountingInputs(TrainingStepCase(model, 1, 1))
+@pytest.mark.parametrize("blocks", [*range(1, 40), 1000])
+def test_recursive_keeps_a_logarithm_of_the_inputs(blocks: int) -> None:
+    series, levels = halves(blocks), math.log2(blocks)
+    assert [number for nest in series for number in numbers(nest)] == list(range(blocks))
+    assert most_inputs(series) == 1 + int(levels)
+    assert sum(again(series)) <= blocks * (1 + levels / 2)
 
-    def moment(kind: str, block: int, inputs: int) -> Moment:
-        live = {BLOCK: inputs * technique.stream}
-        return Moment(kind, f"blocks.{block}", live, live)
 
-    forward = [moment(kind, i, i + 1 + (kind == LEAVE)) for i in range(layers) for kind in (ENTER, LEAVE)]
-    backward = [moment(BACKWARD, i, i + 2) for i in reversed(range(layers))]
-    beside(Followed([*forward, *backward], {}, 0), technique)
-    length = segment_length(layers)
-    assert technique.most == -(-layers // length) + min(length, layers) - 1 or layers % length
-    assert technique.most <= 2 * layers**0.5
+@pytest.mark.parametrize("blocks", [1, 2, 9, 17, 32])
+def test_segments_keep_an_input_each_and_those_of_one_segment(blocks: int) -> None:
+    for length in range(1, blocks + 1):
+        series = segments(blocks, length)
+        assert [number for segment in series for number in numbers(segment)] == list(range(blocks))
+        assert max(map(len, series)) == length
+        last = blocks - (len(series) - 1) * length
+        assert most_inputs(series) == len(series) - 1 + max(last, length - 1 if len(series) > 1 else 0)
+        assert again(series) == (len(series), blocks - len(series))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from correctness.checkpointing.models import SIZE, Dropping, Policy, assert_same_bits, gradients, transformer
 from impl.attention import FlashAttentionPyTorch, as_attention, sdpa
-from impl.checkpointing import every, full, none, recursive, selective
+from impl.checkpointing import every, full, none, recursive, segments, selective
 from impl.model import Transformer
 from shardmark.api.finding import RegistryError
 from shardmark.api.registry import check_contract, family, resolve
@@ -43,12 +43,13 @@ def test_what_a_model_does_between_blocks_is_left_alone(policy: Policy) -> None:
     assert_same_bits(gradients(policy(model), x), expected)
 
 
-def test_segments_of_a_model_that_does_something_between_blocks_are_one_line() -> None:
-    with pytest.raises(ValueError, match=r"^recursive checkpointing runs blocks in segments[^\n]+$"):
-        recursive(Adding())(torch.randn(6, 8))
+@pytest.mark.parametrize("policy", [segments, recursive])
+def test_a_model_that_does_something_between_blocks_that_run_together_is_one_line(policy: Policy) -> None:
+    with pytest.raises(ValueError, match=r"^this checkpointing runs several blocks together[^\n]+$"):
+        policy(Adding())(torch.randn(6, 8))
 
 
-@pytest.mark.parametrize("policy", [none, full, every(2), recursive, selective])
+@pytest.mark.parametrize("policy", [none, full, every(2), segments, recursive, selective])
 def test_the_class_names_that_are_shown_stay(policy: Policy, device: str) -> None:
     plain, model = transformer(device), policy(transformer(device))
     assert repr(model) == repr(plain)
@@ -56,9 +57,11 @@ def test_the_class_names_that_are_shown_stay(policy: Policy, device: str) -> Non
 
 
 @pytest.mark.parametrize("n", [0, 1.5, "2"])
-def test_every_n_of_no_whole_number_is_one_line(n: Any) -> None:
+def test_no_whole_number_of_blocks_is_one_line(n: Any) -> None:
     with pytest.raises(ValueError, match=rf"^every n-th block is checkpointed, with n from 1 on, got {n!r}$"):
         every(n)
+    with pytest.raises(ValueError, match=rf"^a segment has a whole number of blocks, from 1 on, got {n!r}$"):
+        segments(transformer("cpu"), length=n)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_selective_keeps_no_tile_of_an_autograd_function() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("policy", [none, full, every(2), recursive, selective])
+@pytest.mark.parametrize("policy", [none, full, every(2), segments, recursive, selective])
 def test_traced_in_one_graph_gradients_are_those_without(policy: Policy, tokens: Tensor, device: str) -> None:
     expected = gradients(transformer(device), tokens)
     model = policy(transformer(device))

@@ -9,6 +9,6 @@
 from __future__ import annotations
 
 from impl.checkpointing.contract import Policy
-from impl.checkpointing.policies import every, full, none, recursive, selective
+from impl.checkpointing.policies import every, full, none, recursive, segments, selective
 
-__all__ = ["Policy", "every", "full", "none", "recursive", "selective"]
+__all__ = ["Policy", "every", "full", "none", "recursive", "segments", "selective"]

@@ -5,7 +5,6 @@ In float32 alone, ValueError for another dtype. T tokens, d = d_model, f = d_ff.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from impl.accounting.beside import BYTES, FLOAT, Technique, beside, peak_of_part
 from impl.accounting.ledger import Bytes, Ledger
 from impl.accounting.plain import PlainLanguageModel
+from impl.checkpointing.nesting import Series, again, every, halves, inputs, numbers, segments, tuples
 from impl.model.mlp import MLP_SIZES, MLPSize
 from impl.model.sizes import SIZES, TransformerSize
 from shardmark.api import AFTER_FORWARD, BACKWARD, ENTER, LEAVE, Moment, followed
@@ -25,17 +25,21 @@ BLOCK = "activations of blocks.*"
 
 
 class Checkpointing(Technique):
-    """Forward runs each `n`-th block as usual, then frees its activations except the input. Before its backward a
-    block is recomputed, up to its last product, which backward does not read."""
+    """Forward runs a checkpointed block as usual, then frees its activations except the input, and the input too where
+    the block is not the first under its checkpoint. Before its backward a checkpoint is recomputed, up to its last
+    product, which backward does not read. The blocks that it has inside, and in no checkpoint further in, save their
+    activations then."""
 
-    def __init__(self, case: TrainingStepCase, n: int = 1) -> None:
-        self.case, self.n = case, n
+    def __init__(self, case: TrainingStepCase, series: Series) -> None:
+        self.case, self.series = case, series
         size: MLPSize | TransformerSize = MLP_SIZES[case.model] if case.model in MLP_SIZES else SIZES[case.model]
         self.layers = size.layers
         self.stream = FLOAT * case.tokens * (size.dim if isinstance(size, MLPSize) else size.d_model)
+        self.under_checkpoint = {block for checkpoint in tuples(series) for block in numbers(checkpoint)}
+        self.kept = {next(numbers(nest)) for nest in series}
+        """Blocks whose inputs forward keeps."""
         self.freed: dict[int, dict[str, int]] = {}
         self.before: dict[str, int] = {}
-        self.backward = False
 
     def at(self, moment: Moment) -> None:
         folder, _, number = moment.name.partition(".")
@@ -55,14 +59,21 @@ class Checkpointing(Technique):
             made[BLOCK] -= self.stream  # its output
             self.freed[block] = self.free(made)
             self.left(block)
+            if block not in self.kept:
+                self.ledger.free(BLOCK, self.stream)  # its input
         elif moment.kind == BACKWARD:
             if block + 1 < self.layers and self.checkpointed(block + 1):
                 self.left_backward(block + 1)
-            if self.checkpointed(block):
-                self.compute_again(block)
+            live, self.kept = self.kept & set(range(block + 1)), inputs(self.series, block)
+            self.ledger.take(BLOCK, len(self.kept - live) * self.stream)
+            for checkpoint in tuples(self.series):
+                if block == max(numbers(checkpoint)):
+                    for each in checkpoint:
+                        if isinstance(each, int):
+                            self.compute_again(each)
 
     def checkpointed(self, block: int) -> bool:
-        return (block + 1) % self.n == 0
+        return block in self.under_checkpoint
 
     def free(self, made: dict[str, int]) -> dict[str, int]:
         """Free these activations of the block; return the bytes freed by name."""
@@ -90,7 +101,7 @@ class OfMLP(Checkpointing):
     has a context of its own; without checkpointing a copy of a block's input is kept in place of the input."""
 
     def __init__(self, case: TrainingStepCase) -> None:
-        super().__init__(case)
+        super().__init__(case, every(MLP_SIZES[case.model].layers))
         size, self.c = MLP_SIZES[case.model], BYTES[case.dtype]
         half = self.c != FLOAT
         self.weights = 2 * self.c * size.dim * size.hidden if half else 0
@@ -119,38 +130,14 @@ class OfMLP(Checkpointing):
         self.ledger.borrow("biases in half precision", self.biases)
 
 
-def segment_length(blocks: int) -> int:
-    """Blocks in a segment of `recursive`: the square root of all, rounded. The last segment may have fewer."""
-    return round(math.sqrt(blocks))
-
-
-class Recursive(Checkpointing):
-    """Each segment of blocks keeps its input. Before its backward the inputs of all its blocks are recomputed, then
-    one block's activations at a time."""
-
-    def __init__(self, case: TrainingStepCase) -> None:
-        super().__init__(case)
-        self.length = segment_length(self.layers)
-
-    def left(self, block: int) -> None:
-        if block % self.length:
-            self.ledger.free(BLOCK, self.stream)  # its input
-
-    def compute_again(self, block: int) -> None:
-        place = block % self.length
-        if block == self.layers - 1 or place == self.length - 1:
-            self.ledger.take(BLOCK, place * self.stream)
-        super().compute_again(block)
-
-
 class Selective(Checkpointing):
     """Each block keeps its input and the outputs of its matrix products and attention. ValueError unless attention
     is SDPA."""
 
-    def __init__(self, case: TrainingStepCase) -> None:
+    def __init__(self, case: TrainingStepCase, series: Series) -> None:
         if case.attention != "sdpa":
             raise ValueError(f"selective's bytes have a closed form with sdpa, not with {case.attention} attention")
-        super().__init__(case)
+        super().__init__(case, series)
 
     def free(self, made: dict[str, int]) -> dict[str, int]:
         for product in ("attention.value", "feed_forward.w1", "feed_forward.w3"):
@@ -178,10 +165,14 @@ class Selective(Checkpointing):
 class Checkpointed:
     """The bytes and FLOPs of one policy."""
 
-    technique: Callable[[TrainingStepCase], Technique]
-    again: Callable[[TrainingStepCase], tuple[int, int]] = lambda case: (0, 0)
-    """Numbers of blocks that are recomputed except for their last product, which backward does not read; and
-    recomputed in full."""
+    arrange: Callable[[int, TrainingStepCase], Series]
+    """Checkpoints around so many blocks, for a case."""
+    technique: Callable[[TrainingStepCase, Series], Technique] = Checkpointing
+    products_again: bool = True
+    """Whether the recomputation has matrix products and attention in it."""
+
+    def series(self, case: TrainingStepCase) -> Series:
+        return self.arrange(SIZES[case.model].layers, case)
 
     def kept(self, case: TrainingStepCase) -> int:
         """Bytes that forward leaves for backward, the loss included."""
@@ -193,45 +184,45 @@ class Checkpointed:
 
     def recomputed(self, case: TrainingStepCase) -> int:
         """FLOPs of the recomputation; causal attention counts half, as in `training_work`."""
+        if not self.products_again:
+            return 0
         block, last = _block_flops(case)
-        but_for_last, whole = self.again(case)
+        but_for_last, whole = again(self.series(case))
         return but_for_last * (block - last) + whole * block
 
     def _run(self, case: TrainingStepCase, device: str = "cpu") -> Ledger:
         if case.dtype != "float32":
             raise ValueError(f"checkpointing's bytes have a closed form in float32, not in {case.dtype}")
-        return beside(followed(PlainLanguageModel.of(case), device), self.technique(case))
-
-
-def every(n: int) -> Checkpointed:
-    """Accounting for a policy under which each n-th block keeps only its input, and the others keep everything."""
-    return Checkpointed(lambda case: Checkpointing(case, n), again=lambda case: (_layers(case) // n, 0))
+        return beside(followed(PlainLanguageModel.of(case), device), self.technique(case, self.series(case)))
 
 
 def full_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes of the part of a step that the case names, if each block keeps only its input; for the
     transformer in float32, for the MLP also under autocast."""
-    technique = OfMLP(case) if case.model in MLP_SIZES else Checkpointing(case)
+    technique = OfMLP(case) if case.model in MLP_SIZES else FULL.technique(case, FULL.series(case))
     return peak_of_part(beside(followed(PlainLanguageModel.of(case), device), technique), case.mode)
 
 
-def _layers(case: TrainingStepCase) -> int:
-    return SIZES[case.model].layers
+NONE = Checkpointed(lambda blocks, case: tuple(range(blocks)))
 
+FULL = Checkpointed(lambda blocks, case: every(blocks))
 
-def _segments(case: TrainingStepCase) -> int:
-    return -(-_layers(case) // segment_length(_layers(case)))
+EVERY_2 = Checkpointed(lambda blocks, case: every(blocks, 2))
 
+SEGMENTS = Checkpointed(lambda blocks, case: segments(blocks, getattr(case, "length", None)))
 
-NONE = Checkpointed(lambda case: Technique())
+RECURSIVE = Checkpointed(lambda blocks, case: halves(blocks))
 
-FULL = every(1)
+SELECTIVE = Checkpointed(lambda blocks, case: every(blocks), Selective, products_again=False)
 
-RECURSIVE = Checkpointed(Recursive, again=lambda case: (_layers(case), _layers(case) - _segments(case)))
-
-SELECTIVE = Checkpointed(Selective)
-
-POLICIES = {"none": NONE, "full": FULL, "every_2": every(2), "recursive": RECURSIVE, "selective": SELECTIVE}
+POLICIES = {
+    "none": NONE,
+    "full": FULL,
+    "every_2": EVERY_2,
+    "segments": SEGMENTS,
+    "recursive": RECURSIVE,
+    "selective": SELECTIVE,
+}
 """Accounting of each policy, by its name in the registry."""
 
 

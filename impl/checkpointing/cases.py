@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from impl.training_step.cases import TrainingStepCase
 from shardmark.api import Grid, OwnModelCase
 
@@ -16,3 +18,17 @@ CASES = Grid(
     ],
     own=OwnModelCase.of,
 )
+
+
+@dataclass(frozen=True)
+class SegmentsCase(TrainingStepCase):
+    """The step under a policy that checkpoints segments of `length` blocks."""
+
+    length: int = 1
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-segments{self.length}"
+
+    @property
+    def words(self) -> str:
+        return f"{super().words} in segments of {self.length}"

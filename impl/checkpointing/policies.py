@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
-from impl.checkpointing import accounting
+from impl.checkpointing import accounting, nesting
 from impl.checkpointing.contract import Policy
 from impl.checkpointing.keeping import contexts
+from impl.checkpointing.nesting import Nest, Series
 from shardmark.api import Race, register
 
 
@@ -41,19 +42,24 @@ def every(n: int) -> Policy:
     return policy
 
 
-def recursive(model: nn.Module) -> nn.Module:
-    """Save only the input of each segment of about sqrt(n) blocks, where n is the number of blocks.
+def segments(model: nn.Module, *, length: int | None = None) -> nn.Module:
+    """Save only the input of each segment of `length` blocks, by default about sqrt(n), where n is their number.
 
-    Backward recomputes one segment at a time and saves its block inputs, then recomputes one block at a time. So about
-    2 sqrt(n) block inputs and the activations of one block are in memory at most (Chen et al., 2016, section 4).
-    Segments are formed where the model's forward loops over `model.blocks`; with a model that indexes the blocks
-    instead, this policy is the same as `full`.
+    Backward recomputes a segment and saves everything of its blocks. So n / length inputs and the activations of
+    `length` blocks are in memory at most (Chen et al., 2016, section 4.1).
     """
-    blocks = _blocks(model)
-    for block in dict.fromkeys(blocks):
-        _checkpoint(block)
-    _mix_in(blocks, _Segmented)
-    return model
+    if length is not None and (not isinstance(length, int) or length < 1):
+        raise ValueError(f"a segment has a whole number of blocks, from 1 on, got {length!r}")
+    return _nested(model, partial(nesting.segments, length=length))
+
+
+def recursive(model: nn.Module) -> nn.Module:
+    """Save only the input of the first half of the blocks, and of the first half of each half.
+
+    Backward recomputes a half by halves. So 1 + log2(n) block inputs, rounded down, and the activations of one block
+    are in memory at most, and a block runs at most 2 + log2(n) / 2 times on average (Chen et al., 2016, section 4.4).
+    """
+    return _nested(model, nesting.halves)
 
 
 def selective(model: nn.Module) -> nn.Module:
@@ -92,34 +98,47 @@ class _Checkpointed(nn.Module):
         return _checkpointed(super().forward, [self], **self._options)(*args, **kwargs)
 
 
-class _Segmented(nn.ModuleList):
-    """A ModuleList that iterates over segments instead of blocks: functions that run several blocks in `checkpoint`."""
+def _nested(model: nn.Module, arrange: Callable[[int], Series]) -> nn.Module:
+    """Checkpoint several blocks together, where the model's forward loops over `model.blocks`."""
+    blocks = _blocks(model)
+    _mix_in(blocks, _Nested)
+    vars(blocks)["_arrange"] = arrange
+    return model
+
+
+class _Nested(nn.ModuleList):
+    """A ModuleList that iterates over functions instead of blocks, which run several blocks under `checkpoint`."""
+
+    _arrange: Callable[[int], Series]
 
     def __iter__(self) -> Iterator[Any]:
         blocks = list(self._modules.values())
-        length = accounting.segment_length(len(blocks))
         before: Tensor | None = None
 
-        def run(segment: list[Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def run(nest: Nest, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             nonlocal before
             if before is not None and x is not before:
                 raise ValueError(
-                    "recursive checkpointing runs blocks in segments, and this model does something between them: "
+                    "this checkpointing runs several blocks together, and this model does something between them: "
                     "each block must take the output of the one before as it is"
                 )
-            before = _checkpointed(partial(_run_blocks, segment), segment)(x, *args, **kwargs)
+            before = _run((nest,), blocks, x, *args, **kwargs)
             return before
 
-        for start in range(0, len(blocks), length):
-            yield partial(run, blocks[start : start + length])
+        for nest in self._arrange(len(blocks)):
+            yield partial(run, nest)
 
     def __repr__(self) -> str:
         return repr(nn.ModuleList(self._modules.values()))
 
 
-def _run_blocks(blocks: list[Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    for block in blocks:
-        x = block(x, *args, **kwargs)
+def _run(series: Series, blocks: list[Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    for nest in series:
+        if isinstance(nest, int):
+            x = blocks[nest](x, *args, **kwargs)
+        else:
+            inside = [blocks[number] for number in nesting.numbers(nest)]
+            x = _checkpointed(partial(_run, nest, blocks), inside)(x, *args, **kwargs)
     return x
 
 
@@ -152,7 +171,7 @@ def _blocks(model: nn.Module) -> nn.ModuleList:
         raise ValueError(
             f"checkpointing needs `model.blocks`, an nn.ModuleList of blocks; {type(model).__name__} has none"
         )
-    if isinstance(blocks, _Segmented) or any(isinstance(block, _Checkpointed) for block in blocks):
+    if isinstance(blocks, _Nested) or any(isinstance(block, _Checkpointed) for block in blocks):
         raise ValueError(
             f"this {type(model).__name__} is checkpointed already: a policy is applied once, to a fresh model"
         )
@@ -162,7 +181,8 @@ def _blocks(model: nn.Module) -> nn.ModuleList:
 for _name, _called, _policy, _formulas, _peer in (
     ("none", "a step without checkpointing", none, accounting.NONE, None),
     ("full", "checkpointing of every block", full, accounting.FULL, Race("none")),
-    ("every_2", "checkpointing of every second block", every(2), accounting.every(2), Race("none")),
+    ("every_2", "checkpointing of every second block", every(2), accounting.EVERY_2, Race("none")),
+    ("segments", "checkpointing of segments of blocks", segments, accounting.SEGMENTS, Race("none")),
     ("recursive", "recursive checkpointing", recursive, accounting.RECURSIVE, Race("none")),
     ("selective", "selective checkpointing", selective, accounting.SELECTIVE, Race("none")),
 ):

@@ -68,7 +68,8 @@ def checkpointed(implementation: Implementation, made: Made, case: Any) -> nn.Mo
         kind = type(made.module).__name__
         raise Unsupported(f"{kind} has no blocks: no ModuleList or Sequential with several of one class")
     named = getattr(made.module, "blocks", None) is made.blocks
-    implementation.adapted(made.module if named else nn.ModuleDict({"blocks": made.blocks}))
+    options = {"length": case.length} if hasattr(case, "length") else {}
+    implementation.adapted(made.module if named else nn.ModuleDict({"blocks": made.blocks}), **options)
     return made.module
 
 

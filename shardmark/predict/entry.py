@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardmark.api.registry import Implementation
+from shardmark.predict.simulation.gathers import gathers
 from shardmark.predict.simulation.schedule import Step
 from shardmark.predict.simulation.within import Within
 from shardmark.rows.fill import NO_RACE, without_communication
@@ -29,6 +30,8 @@ def predicted_time_entry(
             "streams": step.lanes(),
         },
     }
+    if found := gathers(step):
+        entry["gathers"] = found
     if peer is not None and peer_step is not None:
         ratio = step.seconds / peer_step.seconds
         entry |= {"peer": peer.name, "peer_median": peer_step.seconds, "ratio": ratio}

@@ -137,6 +137,14 @@ class Predicted(TypedDict):
     ]
 
 
+class Gather(TypedDict):
+    part: Annotated[str, "Part of the step in which it is wanted."]
+    nbytes: Annotated[Bytes, "The whole tensor."]
+    ahead: Annotated[Seconds, "From its start until it is wanted, or in a simulation until it ends if that is sooner."]
+    exposed: Annotated[Seconds, "How long the rank waits for it."]
+    in_time: Annotated[Share, "Share of the steps in which it has ended when it is wanted."]
+
+
 class Spread(TypedDict):
     mean: Annotated[Seconds, "Mean."]
     stddev: Annotated[Seconds, "Standard deviation."]
@@ -176,6 +184,7 @@ class Time(TypedDict, total=False):
     outcome: Annotated[Outcome | None, "Outcome of the goal."]
     # Simulation.
     predicted: Annotated[Predicted, "Simulation: how sure the step's time is, and what runs when."]
+    gathers: Annotated[list[Gather], "Each all-gather, in order: by Gathers, and of the simulated first rank."]
     # Filled by observers: HiddenCommunication, Compile, AfterWarmups, OverheadModel.
     compute_alone: Annotated[Seconds, "Median step without communication."]
     communication_alone: Annotated[Seconds, "Median communication without the rest of the step."]

@@ -91,7 +91,7 @@ def test_verbose_shows_all_columns_and_a_questions_own_where_it_stands() -> None
 def test_an_observers_columns_stand_among_the_others() -> None:
     names = list(KNOWN)
     for group in (
-        ["optimizer", "compute alone", "comm. alone", "hidden", "rank min / max"],
+        ["optimizer", "compute alone", "comm. alone", "hidden", "gathers in time", "waits ms", "rank min / max"],
         ["MFU", "compile s", "losses", "ratio to peer"],
         ["before backward MiB", "after init MiB", "before first step MiB", "first peak MiB", "second peak MiB"],
     ):

@@ -9,6 +9,7 @@ question's table. A question's own observer is a subclass of `Observer`.
 from shardmark.rows.columns import Entry
 from shardmark.rows.observers.communication import ExposedCommunication, HiddenCommunication
 from shardmark.rows.observers.compile import Compile
+from shardmark.rows.observers.gathers import Gathers
 from shardmark.rows.observers.goals import Goals
 from shardmark.rows.observers.losses import Losses
 from shardmark.rows.observers.observer import Observer
@@ -21,6 +22,7 @@ __all__ = [
     "Compile",
     "Entry",
     "ExposedCommunication",
+    "Gathers",
     "Goals",
     "HiddenCommunication",
     "Losses",
@@ -34,5 +36,5 @@ __all__ = [
     "timeline_pass",
 ]
 
-WITH_COLUMNS: tuple[type[Observer], ...] = (HiddenCommunication, SentByAxis, Compile, Losses, Timeline)
+WITH_COLUMNS: tuple[type[Observer], ...] = (HiddenCommunication, Gathers, SentByAxis, Compile, Losses, Timeline)
 """Observers whose columns any question may name, in the order of their columns."""
