@@ -55,24 +55,34 @@ class Points:
     """A point for each row's figures, and hollow ones for figures that others have published, on their hardware; with
     such figures the plot is on a page of their own.
 
-    `ours` maps a metric's name to where it is in a row; the published ones are of the same metrics.
+    `ours` maps a metric's name to where it is in a row, for all rows; `units` has the units of the published ones too.
     """
 
     title: str
     ours: dict[str, str]
     units: dict[str, str]
     published: tuple[Published, ...] = ()
+    note: str = ""
+    """More that a reader should know about the published figures."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure, in seconds or bytes."""
+    """A published figure, in seconds or bytes, and what stands beside it: a row of this run of the same sizes and on
+    the same hardware, otherwise what is predicted for its program on its hardware."""
 
     source: str
     hardware: str
     case: str
     metric: str
     value: float
+    on: str = ""
+    """The hardware's name in `hardware.toml`; empty where it is not known."""
+    predicted: float | None = None
+    row: str = ""
+    """A regular expression of "implementation case ranks" for the rows of the same sizes; empty where none are."""
+    where: str = ""
+    """Where the figure is in such a row."""
 
 
 AUTOMATIC = ("times", "memory", "parts", "kernels", "streams", "spans", "kinds", "stages")
