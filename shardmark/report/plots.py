@@ -29,7 +29,8 @@ class Lines:
 
     `unit` is that of y in the rows: "s", "B", "FLOP/s", "B/s" or none. The other texts are places in an entry: `panels`
     divides the rows; `limit` is each row's limit at its x, such as the roofline; `curve` is a model's figure by x, and
-    `best` the x and y of its minimum. `start` is a point of every line, such as one rank's efficiency of 1.
+    `best` the x and y of its minimum. `start` is a point of every line, such as one rank's efficiency of 1. Where y is
+    a list, such as the losses of steps, x are its places.
     """
 
     title: str
