@@ -100,7 +100,8 @@ after sharding, one made before, one made before and repaired, and its own `Acce
 - **Memory on the ranks at hand**: the same test meters it after each stage and step, and holds it to a closed form
   (`impl/fsdp/optimizer_order_accounting.py`). With n ranks, parameters, gradients and two moments take 4/n of the
   parameters' bytes where the optimizer was repaired, by accelerate too. Unrepaired, all of the parameters, their
-  shards, and gradients that nobody frees take 1 + 2/n: as much on 2 ranks, and more on all larger numbers.
+  shards, and gradients that nobody frees take 1 + 2/n: as much on 2 ranks, and more on all larger numbers. While it
+  shards, PyTorch frees each full parameter if no optimizer holds it; accelerate keeps all until the model is prepared.
 - **Memory on the benchmark's hardware** is predicted below: Qwen2.5-1.5B, 2 sequences of 128 tokens on each H100,
   AdamW in float32 and products in bfloat16. Its authors publish plots without numbers, and say that on 8 H100s the
   unrepaired optimizer takes significantly more memory, that the others are alike, and that 2 GPUs do not show it. The

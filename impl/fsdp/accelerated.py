@@ -78,8 +78,8 @@ def prepare(
     before and has no state yet: what `Accelerator.prepare(model, optimizer)` does. `options` are those of accelerate's
     plugin.
 
-    accelerate finds a parameter again by its address, which a stand-in of one element keeps in the meantime. So each
-    full parameter is freed as soon as it is sharded.
+    accelerate finds a parameter again by its address, which a stand-in of one element keeps in the meantime. It holds
+    the full parameters beside all shards until the model is prepared; then they are freed.
     """
     from accelerate.utils import fsdp2_switch_optimizer_parameters
 
