@@ -108,12 +108,22 @@ def dtypes_of_a_step(dtype: torch.dtype, of_cuda: bool) -> dict[str, torch.dtype
     with autocast_of_cuda() if of_cuda else nullcontext():
         with torch.autocast("cpu", dtype=dtype):
             logits = model(torch.randn(4, 20), seen)
-            seen["loss"] = loss = cross_entropy(logits, torch.zeros(4, dtype=torch.int64))
+            loss = cross_entropy(logits, torch.zeros(4, dtype=torch.int64))
+        seen |= {"log-probabilities in the loss": _log_probabilities(loss), "loss": loss}
         loss.backward()
     found = {"parameters": next(model.parameters()).dtype} | {name: tensor.dtype for name, tensor in seen.items()}
     gradients = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
     assert len(gradients) == 1
     return found | {"gradients of parameters": gradients.pop()}
+
+
+def _log_probabilities(loss: Tensor) -> Tensor:
+    """Those that a cross entropy saved for backward."""
+    node = loss.grad_fn
+    while node is not None and not hasattr(node, "_saved_result"):
+        node = node.next_functions[0][0]
+    assert node is not None
+    return node._saved_result
 
 
 def autocast() -> Part:
@@ -131,7 +141,10 @@ def autocast() -> Part:
         "output is float32 on CUDA, and on a CPU in half precision.",
         (
             "Autocast has lists of operators: products, which it casts to half precision, and others that it casts to "
-            "float32. Layer norm is on CUDA's second list, and on none of the CPU's; cross entropy is on both.",
+            "float32. Layer norm is on CUDA's second list, and on none of the CPU's. Cross entropy is on the CPU's "
+            "alone: on CUDA PyTorch asks for its log-softmax in the logits' dtype, and float32 begins after it.",
+            "That takes 2 bytes less for each logit at the peak, and rounds log-probabilities to 8 bits in bfloat16. "
+            "`logits.float()` before the loss keeps their digits.",
             "CUDA's lists are those of the installed PyTorch's header, applied to CPU tensors.",
             "Layer norm's sums and its variance lose digits in half precision, and in float16 squares overflow from "
             "256 on: on CUDA that is why it is in float32. bfloat16 has float32's range, but 8 bits of digits.",

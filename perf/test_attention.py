@@ -9,6 +9,7 @@ import pytest
 from impl.attention.accounting import work
 from impl.attention.cases import MODES, AttentionCase
 from impl.attention.workload import AttentionPass
+from perf.published import beside
 from shardmark.api import Grid, Implementation, Race, registry
 from shardmark.plugin.measure import Measure
 from shardmark.report.answers import goals, most
@@ -100,7 +101,7 @@ def _measure(measure: Measure, implementation: Implementation, case: AttentionCa
 @pytest.mark.question(
     "What does attention cost as the sequence grows?",
     short="attention, lengths",
-    plots=[BY_LENGTH, MEMORY_BY_LENGTH],
+    plots=[BY_LENGTH, MEMORY_BY_LENGTH, beside.ATTENTION],
 )
 @pytest.mark.cases(MEMORY)
 def test_memory_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
@@ -111,7 +112,7 @@ def test_memory_by_length(implementation: Implementation, case: AttentionCase, m
     "What does causal attention cost, forward, backward and both?",
     short="causal attention",
     columns=["case", "implementation", "time ms", "TFLOP/s", "ratio to peer", "goal", "verdict"],
-    plots=[replace(BY_LENGTH, panels="case.mode")],
+    plots=[replace(BY_LENGTH, panels="case.mode"), beside.FLASH_ATTENTION],
 )
 @pytest.mark.cases(LENGTHS)
 def test_time_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:

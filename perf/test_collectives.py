@@ -10,6 +10,7 @@ import torch.distributed as dist
 from impl.collectives.accounting import bus_bandwidth, bytes_sent
 from impl.collectives.cases import COLLECTIVES, KB, CollectiveCase
 from impl.collectives.workload import Collective
+from perf.published import beside
 from shardmark.api import MB, Grid, Implementation, Work
 from shardmark.meter.communication import tcp_bytes_sent
 from shardmark.plugin.measure import Measure
@@ -53,7 +54,8 @@ pytestmark = [
                 "bytes",
                 "busbw",
                 panels="case.collective",
-            )
+            ),
+            beside.ALL_REDUCE,
         ],
     ),
     pytest.mark.benchmark(max_time=0.1),

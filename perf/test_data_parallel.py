@@ -11,6 +11,7 @@ from impl.data_parallel.cases import CASES, ReductionCase
 from impl.data_parallel.workload import AllReduces, DataParallelStep, OverheadCase
 from impl.model import SIZES
 from impl.training_step.cases import TrainingStepCase
+from perf.published import beside
 from shardmark.api import MB, Grid, Implementation, Race
 from shardmark.meter.measure_case import measure as measure_on_rank
 from shardmark.meter.plan import Plan, Rounds
@@ -75,7 +76,11 @@ BUCKET_SIZE = pytest.mark.question(
 
 @pytest.mark.family("data_parallel")
 @pytest.mark.question(
-    "What does a data-parallel training step cost?", short="data parallelism", columns=EXPOSED, answer=fastest
+    "What does a data-parallel training step cost?",
+    short="data parallelism",
+    columns=EXPOSED,
+    answer=fastest,
+    plots=[beside.DATA_PARALLEL],
 )
 @pytest.mark.cases(CASES)
 @pytest.mark.benchmark(min_rounds=9)

@@ -56,7 +56,7 @@ def test_on_cuda_layer_norm_and_loss_are_in_float32(dtype: torch.dtype) -> None:
     """As the write-up has it for its toy model."""
     found = dtypes_of_a_step(dtype, of_cuda=True)
     half = {name for name, each in found.items() if each == dtype}
-    assert half == {"output of the first linear", "output of ReLU", "logits"}
+    assert half == {"output of the first linear", "output of ReLU", "logits", "log-probabilities in the loss"}
     assert set(found.values()) == {dtype, torch.float32}
 
 
@@ -64,7 +64,8 @@ def test_on_cuda_layer_norm_and_loss_are_in_float32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_on_a_cpu_layer_norm_is_in_half_precision(dtype: torch.dtype) -> None:
     found = dtypes_of_a_step(dtype, of_cuda=False)
-    assert {name for name, each in found.items() if each != dtype} == {"parameters", "loss", "gradients of parameters"}
+    single = {name for name, each in found.items() if each != dtype}
+    assert single == {"parameters", "log-probabilities in the loss", "loss", "gradients of parameters"}
 
 
 @AUTOCAST

@@ -12,6 +12,7 @@ import pytest
 
 from impl.sharded_optimizer.cases import CASES, ShardedStepCase
 from impl.sharded_optimizer.workload import ShardedStep
+from perf.published import beside
 from shardmark.api import Implementation
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
@@ -26,7 +27,7 @@ from shardmark.rows.observers import ExposedCommunication, Timeline
     short="sharded optimizer",
     columns=["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "tensors MiB", "verdict"],
     answer=saves("unsharded"),
-    plots=[MEMORY],
+    plots=[MEMORY, beside.SHARDED_OPTIMIZER],
 )
 @pytest.mark.cases(CASES)
 @pytest.mark.benchmark(min_rounds=9)

@@ -1,16 +1,19 @@
 """accelerate's FSDP2: it has the same units as a real `Accelerator` makes; where it cannot run, it gives the reason."""
 
 import os
+import weakref
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.functional import cross_entropy
 
 from impl.fsdp import accelerated, by_type
-from impl.fsdp.accelerated import AcceleratedFSDP2, requires_accelerate, singled_out
+from impl.fsdp.accelerated import AcceleratedFSDP2, prepare, requires_accelerate, singled_out
 from impl.model.layers import Block
 from impl.model.sizes import SIZES
 from impl.model.transformer import Transformer
@@ -54,6 +57,39 @@ def test_units_are_those_that_an_accelerator_makes(pair: World, device: str) -> 
     for ours, theirs in pair.run(prepared_on_rank, device):
         assert ours == theirs
         assert [name for name, _ in ours] == ["", "blocks.0", "blocks.1", "embedding", "norm"]
+
+
+def with_early_optimizer(device: str) -> list[float]:
+    """Differences of each step's loss to that of an optimizer made after sharding; and the full parameters left."""
+    losses, left = [], []
+    for early in (True, False):
+        model = _transformer(device)
+        full = [weakref.ref(parameter) for parameter in model.parameters()]
+        mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("ranks",))
+        if early:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            prepare(model, optimizer, mesh, (Block,))
+            left = [parameter for parameter in (each() for each in full) if parameter is not None]
+        else:
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        tokens = torch.arange(16, device=device).view(2, 8)
+        for _ in range(3):
+            loss = cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[2] < losses[0]
+    return [*(one - other for one, other in zip(losses[:3], losses[3:], strict=True)), float(len(left))]
+
+
+@pytest.mark.skipif(requires_accelerate("cpu") is not None, reason=requires_accelerate("cpu") or "")
+def test_an_optimizer_made_before_trains_as_one_made_after(pair: World, device: str) -> None:
+    for *differences, left in pair.run(with_early_optimizer, device):
+        assert differences == pytest.approx([0.0] * 3, abs=1e-5)  # CUDA sums an embedding's gradient in any order
+        assert left == 0
 
 
 def test_classes_are_singled_out_by_names_that_only_units_have() -> None:

@@ -36,12 +36,15 @@ class PlainLanguageModel:
     autocast: bool = True
     checkpointed: bool = False
     """Whether PyTorch's own checkpointing is around each block."""
+    autocast_loss: bool = False
+    """Whether autocast chooses the dtypes of the loss, whose logits are cast to float32 otherwise."""
 
     @classmethod
     def of(cls, case: TrainingStepCase, *, autocast: bool = True, checkpointed: bool = False) -> PlainLanguageModel:
         """The step of that case, on one device."""
         size = MLP_SIZES[case.model] if case.model in MLP_SIZES else SIZES[case.model]
-        return cls(size, case.batch, case.context, case.dtype, case.attention, autocast, checkpointed)
+        inside = getattr(case, "autocast_loss", False)
+        return cls(size, case.batch, case.context, case.dtype, case.attention, autocast, checkpointed, inside)
 
     def make(self) -> PlainStep:
         model: Transformer | MLPLanguageModel
@@ -63,7 +66,7 @@ class PlainLanguageModel:
         def loss() -> Tensor:
             with torch.autocast("cpu", half, enabled=half is not None and self.autocast):
                 logits = model(tokens).flatten(0, 1)  # (tokens, vocab)
-                if self.autocast or isinstance(self.size, MLPSize):
+                if not self.autocast_loss and (self.autocast or isinstance(self.size, MLPSize)):
                     logits = logits.float()
                 return cross_entropy(logits, targets.flatten())
 

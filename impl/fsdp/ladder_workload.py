@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,8 @@ from shardmark.api import Grid, Implementation, Made, Mark
 
 
 def _cases(model: str, batch: int, context: int) -> list[TrainingStepCase]:
-    return [TrainingStepCase(model, batch, context, dtype) for dtype in ("float32", "bfloat16")]
+    float32 = TrainingStepCase(model, batch, context)
+    return [float32, replace(float32, dtype="bfloat16", autocast_loss=True)]
 
 
 MLP_LADDER = Grid(
@@ -30,7 +32,7 @@ MLP_LADDER = Grid(
     paper=_cases("mlp-4096", 8, 4096),
     full=[case for model, context in (("mlp-1024", 1024), ("mlp-4096", 4096)) for case in _cases(model, 8, context)],
 )
-"""Eager training steps: in float32 the first rung, in bfloat16 the rung with autocast only."""
+"""Eager training steps: in float32 the first rung, in bfloat16 the rung with autocast only, around model and loss."""
 
 
 def shard_model(case: RankRung, mesh: DeviceMesh, report: Callable[[str], None] = lambda name: None) -> nn.Module:

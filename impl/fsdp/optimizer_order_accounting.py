@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-VARIANTS = ("after", "before", "before_repaired", "before_with_state_repaired")
+VARIANTS = ("after", "before", "before_repaired", "before_with_state_repaired", "accelerate")
 """When the optimizer was made: after sharding, which is right; or before it: unrepaired, or repaired, without state or
-with it."""
+with it; or repaired by accelerate."""
+STEPS = 4
 
 
 def stage_bytes(variant: str, parameters: int, ranks: int) -> dict[str, int]:
@@ -15,16 +16,15 @@ def stage_bytes(variant: str, parameters: int, ranks: int) -> dict[str, int]:
     shards nor clears their gradients.
     """
     whole, shard = parameters, -(-parameters // ranks)
-    sharded = {"backward_1": 2 * shard, "step_1": 3 * shard, "step_2": 3 * shard}
+    steps = [f"step_{step}" for step in range(1, 1 + STEPS)]
+    sharded = {"backward_1": 2 * shard, **dict.fromkeys(steps, 3 * shard)}
     return {
         "after": {"model": whole, "sharding": shard, "optimizer": shard, **sharded},
         "before": {
             "model": whole,
             "optimizer": whole,
             "sharding": whole + shard,
-            "backward_1": whole + 2 * shard,
-            "step_1": whole + 2 * shard,
-            "step_2": whole + 2 * shard,
+            **dict.fromkeys(("backward_1", *steps), whole + 2 * shard),
         },
         "before_repaired": {
             "model": whole,
@@ -41,4 +41,5 @@ def stage_bytes(variant: str, parameters: int, ranks: int) -> dict[str, int]:
             **sharded,
             "backward_1": 4 * shard,
         },
+        "accelerate": {"model": whole, "optimizer": whole, "sharding": shard, **sharded},
     }[variant]

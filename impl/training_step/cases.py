@@ -19,6 +19,8 @@ class TrainingStepCase:
     `dtype` is that of computation: "bfloat16" and "float16" are autocast over float32 parameters. `mode` is the part
     that is measured: "forward", "forward_backward" or the full "step". `attention` names an implementation of
     attention. `bucket_mb` is the size of the buckets that gradients are communicated in; None is the wrapper's default.
+    `autocast_loss` leaves the dtypes of the loss to autocast, which keeps log-probabilities in half precision on CUDA;
+    otherwise logits are cast to float32 first.
     """
 
     model: str
@@ -28,20 +30,23 @@ class TrainingStepCase:
     mode: str = "step"
     attention: str = "sdpa"
     bucket_mb: int | None = None
+    autocast_loss: bool = False
 
     def __str__(self) -> str:
         bucket = "" if self.bucket_mb is None else f"-bucket{self.bucket_mb}MB"
         attention = "" if self.attention == "sdpa" else f"-{self.attention}_attention"
-        return f"{self.model}-b{self.batch}-s{self.context}-{self.dtype}-{self.mode}{attention}{bucket}"
+        loss = "-autocast_loss" if self.autocast_loss else ""
+        return f"{self.model}-b{self.batch}-s{self.context}-{self.dtype}-{self.mode}{attention}{bucket}{loss}"
 
     @property
     def words(self) -> str:
         """The case as sentences have it."""
         dtype = "" if self.dtype == "float32" else f" in {self.dtype}"
+        loss = ", loss included" if self.autocast_loss else ""
         mode = "" if self.mode == "step" else f" in {self.mode.replace('_', ' and ')}"
         bucket = "" if self.bucket_mb is None else f" in buckets of {self.bucket_mb} MB"
         attention = "" if self.attention == "sdpa" else f" with {self.attention} attention"
-        return f"with the {self.model} model at {self.context:,} tokens{dtype}{mode}{attention}{bucket}"
+        return f"with the {self.model} model at {self.context:,} tokens{dtype}{loss}{mode}{attention}{bucket}"
 
     @property
     def tokens(self) -> int:

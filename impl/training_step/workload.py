@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from impl.precision import PRECISIONS, Precision
 from impl.training_step.cases import TrainingStepCase
-from impl.training_step.models import checkpointed, made
+from impl.training_step.models import checkpointed, made, next_token_loss
 from shardmark.api import PLAIN, Implementation, Loss, Mark, OwnModelCase, Unsupported, resolve, trains_own_model
 
 
@@ -29,10 +29,12 @@ class LanguageModelStep:
         self.options: dict[str, Any] = {"precision": _precision(case)}
         self.batch = self.made.batch
         if isinstance(case, OwnModelCase):
-            if not implementation.accepts("loss"):
-                raise Unsupported("its signature has no option 'loss'")
             self.options["loss"] = partial(_of_batch, self.made.loss, self.recipe.micro_batches)
             self.batch = self.made.batch, None
+        elif case.autocast_loss:
+            self.options["loss"] = next_token_loss
+        if "loss" in self.options and not implementation.accepts("loss"):
+            raise Unsupported("its signature has no option 'loss'")
         self.model = self.made.module
         if not isinstance(case, OwnModelCase):  # a user's own model keeps its dtypes, which may be several
             self.model.to(self.options["precision"].parameter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import isclose
 
 from shardmark.api import MB
 from shardmark.meter.kernels import MATRIX_PRODUCT
@@ -84,7 +85,8 @@ def held_while_made(entries: Sequence[Entry]) -> str | None:
 
 
 def who_trains(entries: Sequence[Entry]) -> str:
-    """Which variants train (their loss falls), and how many bytes the others hold beside them."""
+    """Which variants train (their loss falls), how far apart the losses are of those that begin alike, and how many
+    bytes the others hold beside them."""
     losses = {called(entry): entry["extra_info"]["losses"] for entry in entries}
     held = {called(entry): [*entry["extra_info"]["memory"]["stages"].values()][-1]["live"] for entry in entries}
     falls = [name for name, values in losses.items() if values[-1] < values[0]]
@@ -94,8 +96,13 @@ def who_trains(entries: Sequence[Entry]) -> str:
             return f"The loss {'falls' if falls else 'stays'} with {called(entries[0])}."
         return f"The loss falls in {'all' if falls else 'none of the'} {len(losses)} variants."
     more = share(max(held[name] for name in stays) / max(held[name] for name in falls), "memory")
+    alike = [losses[name] for name in falls if isclose(losses[name][0], losses[falls[0]][0], rel_tol=1e-4)]
+    apart = max(max(step) - min(step) for step in zip(*alike, strict=True))
+    said = "the same losses" if apart == 0 else f"losses at most {apart:.1g} apart"
+    same = f" ({said} from the same start)" if len(alike) > 1 else ""
     return sentence(
-        "", f"the loss falls with {', '.join(falls)}; it stays with {', '.join(stays)}, and a rank holds {more} then"
+        "",
+        f"the loss falls with {', '.join(falls)}{same}; it stays with {', '.join(stays)}, and a rank holds {more} then",
     )
 
 

@@ -29,7 +29,8 @@ class Lines:
 
     `unit` is that of y in the rows: "s", "B", "FLOP/s", "B/s" or none. The other texts are places in an entry: `panels`
     divides the rows; `limit` is each row's limit at its x, such as the roofline; `curve` is a model's figure by x, and
-    `best` the x and y of its minimum. `start` is a point of every line, such as one rank's efficiency of 1.
+    `best` the x and y of its minimum. `start` is a point of every line, such as one rank's efficiency of 1. Where y is
+    a list, such as the losses of steps, x are its places.
     """
 
     title: str
@@ -55,24 +56,34 @@ class Points:
     """A point for each row's figures, and hollow ones for figures that others have published, on their hardware; with
     such figures the plot is on a page of their own.
 
-    `ours` maps a metric's name to where it is in a row; the published ones are of the same metrics.
+    `ours` maps a metric's name to where it is in a row, for all rows; `units` has the units of the published ones too.
     """
 
     title: str
     ours: dict[str, str]
     units: dict[str, str]
     published: tuple[Published, ...] = ()
+    note: str = ""
+    """More that a reader should know about the published figures."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure, in seconds or bytes."""
+    """A published figure, in seconds or bytes, and what stands beside it: a row of this run of the same sizes and on
+    the same hardware, otherwise what is predicted for its program on its hardware."""
 
     source: str
     hardware: str
     case: str
     metric: str
     value: float
+    on: str = ""
+    """The hardware's name in `hardware.toml`; empty where it is not known."""
+    predicted: float | None = None
+    row: str = ""
+    """A regular expression of "implementation case ranks" for the rows of the same sizes; empty where none are."""
+    where: str = ""
+    """Where the figure is in such a row."""
 
 
 AUTOMATIC = ("times", "memory", "parts", "kernels", "streams", "spans", "kinds", "stages")

@@ -102,7 +102,7 @@ def _ladder(row: Row) -> Reading | None:
     """The memory "after" a stage is the peak so far. In eager mode gathered parameters stay until backward."""
     if row["case"] in ("eager fp32", "autocast bf16"):
         mark = "after model" if row["metric"] == "memory after init" else "done"
-        return Reading(run.mlp_ladder(), "a100-80gb", 1, mark, PEAK)
+        return Reading(run.mlp_ladder(autocast=row["case"] == "autocast bf16"), "a100-80gb", 1, mark, PEAK)
     marks = {"memory after init": "after model", "memory before step 0": "after data_parallel", "peak memory": "done"}
     meta = row["case"] == "meta init"
     mark = marks.get(row["metric"], row["metric"].removeprefix("memory "))

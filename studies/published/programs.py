@@ -224,9 +224,10 @@ def fsdp(model: nn.Module) -> nn.Module:
 
 
 @cache
-def mlp_ladder(*, sharded: bool = False, meta: bool = False) -> Program:
-    """Steps of the MLP ladder's larger model with fused AdamW on 8 sequences of 4096 tokens, on one device or by
-    SimpleFSDP. Its gathered parameters stay until backward, as nothing is compiled.
+def mlp_ladder(*, autocast: bool = False, sharded: bool = False, meta: bool = False) -> Program:
+    """Steps of the MLP ladder's larger model with fused AdamW on 8 sequences of 4096 tokens, each predicted from
+    itself, on one device or by SimpleFSDP. Its gathered parameters stay until backward, as nothing is compiled.
+    `autocast` to bfloat16 is around model and loss.
     """
 
     def run() -> None:
@@ -243,10 +244,16 @@ def mlp_ladder(*, sharded: bool = False, meta: bool = False) -> Program:
             init_weights(model)
             mark("after init_weights")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        tokens, targets = torch.zeros(2, 8, 4_096, dtype=torch.long)
+        tokens = torch.zeros(8, 4_096, dtype=torch.long)
+
+        def loss() -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits = model(tokens)
+                return cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
         for _ in range(2):
             optimizer.zero_grad()
-            cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+            loss().backward()
             optimizer.step()
         mark("done")
 

@@ -19,6 +19,7 @@ from impl.data_parallel.workload import DataParallelStep
 from impl.fsdp.cases import FSDPCase
 from impl.loss.cases import LossCase
 from impl.model import SIZES, TransformerSize
+from impl.model.mlp import MLP_SIZES
 from impl.optim.cases import OptimizerCase
 from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.sharded_optimizer.workload import ShardedStep
@@ -27,6 +28,9 @@ from impl.training_step.cases import TrainingStepCase
 from impl.training_step.workload import LanguageModelStep
 from shardmark.api import MB
 from shardmark.api.registry import FAMILIES, Implementation, family
+from shardmark.meter.hardware import hardware
+from shardmark.meter.plan import Plan
+from shardmark.predict.simulation.predict import predict
 
 STEP = TrainingStepCase("mini", 2, 32)
 
@@ -126,6 +130,18 @@ def test_the_peak_between_a_layers_operators_is_the_meters(
     peak = eager_peak(case)
     found = peak_of_a_step(LanguageModelStep, family("training_step").implementations["eager"], case)
     assert moment in peak.entries and found == peak
+
+
+def test_a_loss_whose_dtypes_autocast_chooses_needs_what_it_says() -> None:
+    """On CUDA 2 bytes a logit less: log-probabilities and their gradient stay in half precision."""
+    eager = family("training_step").implementations["eager"]
+    case = TrainingStepCase("mlp-tiny", 4, 200, "bfloat16", autocast_loss=True)
+    in_float32 = replace(case, autocast_loss=False)
+    assert peak_of_a_step(LanguageModelStep, eager, case) == eager_peak(case) == eager_peak(in_float32)
+    predicted = predict(Plan(LanguageModelStep, eager, None, case, "cpu", 1), on=hardware("a100-80gb"))
+    assert predicted.memory.tensors == eager_peak(case, "cuda")
+    fewer = eager_peak(in_float32, "cuda") - eager_peak(case, "cuda")
+    assert fewer == pytest.approx(2 * case.tokens * MLP_SIZES[case.model].vocab, abs=8)  # two scalars in float32
 
 
 def peak_on_rank(workload: type, implementation: Implementation, case: Any) -> dict[str, int]:

@@ -87,7 +87,7 @@ def on_ranks(dtype: str, checkpointed: bool = False) -> int:
 
 def on_one(dtype: str) -> int:
     """Peak in bytes of an eager step on one GPU."""
-    return eager_peak(TrainingStepCase("mlp-4096", 8, 4096, dtype)) + WORKSPACES
+    return eager_peak(TrainingStepCase("mlp-4096", 8, 4096, dtype, autocast_loss=True), "cuda") + WORKSPACES
 
 
 SPLIT = "compile(fwd) + compile(bwd)"
@@ -100,6 +100,7 @@ def test_the_ladders_bytes_are_the_formulas() -> None:
     whole, meta = (RankRung("mlp-4096", 8, 4096, meta=meta, ranks=4) for meta in (False, True))
     expected: dict[Row, float] = {
         ("eager fp32", "peak memory"): on_one("float32"),
+        ("autocast bf16", "peak memory"): on_one("bfloat16"),
         ("data_parallel", "peak memory"): on_ranks("float32"),
         ("meta init", "memory after model"): simple.stages(meta)["model"],
         ("meta init", "memory after data_parallel"): simple.stages(meta)["data_parallel"],

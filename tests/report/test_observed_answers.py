@@ -101,9 +101,16 @@ def test_who_trains_is_whose_loss_falls() -> None:
         return made
 
     after, before = variant("after", [2.0, 1.5], 100), variant("before", [2.0, 2.0], 133)
-    assert answer(answers.who_trains, after, before, variant("repaired", [2.0, 1.5], 100)) == (
-        "The loss falls with after, repaired; it stays with before, and a rank holds 1.33 times the memory then."
-    )
+    stays = "it stays with before, and a rank holds 1.33 times the memory then."
+    assert answer(answers.who_trains, after, before) == f"The loss falls with after; {stays}"
+    for last, later, said in (
+        (1.5, [1.5, 1.0], "the same losses"),
+        (1.25, [2.0, 1.125], "losses at most 0.4 apart"),
+    ):
+        repaired, stepped = variant("repaired", [2.0, last], 100), variant("stepped", later, 100)
+        assert answer(answers.who_trains, after, before, repaired, stepped) == (
+            f"The loss falls with after, repaired, stepped ({said} from the same start); {stays}"
+        )
     assert answer(answers.who_trains, after) == "The loss falls with after."
     assert answer(answers.who_trains, before) == "The loss stays with before."
     assert answer(answers.who_trains, after, variant("repaired", [2.0, 1.5], 1)) == "The loss falls in all 2 variants."

@@ -121,6 +121,12 @@ def test_lines_that_coincide_are_told_apart() -> None:
     assert not any("coincide" in note for note in drawn(2.0).notes)
 
 
+def test_a_list_in_a_row_is_a_line() -> None:
+    rows = [entry(name, {"id": "a"}, losses=found) for name, found in (("early", [7.0, 7.0]), ("late", [7.0, 6.5]))]
+    drawn: Any = lines(Lines("Loss by step", "", "losses", x_title="step", log_y=False), rows)
+    assert drawn.rows == [["early", 1, 7.0], ["early", 2, 7.0], ["late", 1, 7.0], ["late", 2, 6.5]]
+
+
 def test_labels_of_lines_do_not_cover_one_another() -> None:
     rows = [entry(f"way{n}", {"id": f"s{seq}", "seq": seq}, seq * 1e-5 * 1.01**n) for n in range(9) for seq in (1, 9)]
     figure: Any = lines(LENGTHS, [each | {"extra_info": each["extra_info"] | {"limit": {}}} for each in rows])

@@ -28,7 +28,7 @@ Record = dict[str, Any]
 
 def lines(plot: Lines, entries: Sequence[Entry]) -> Drawn:
     """The plot of the rows that have its figures; Absent unless some panel has two sizes."""
-    data = _measured(plot, [each for each in entries if None not in (number(each, plot.x), number(each, plot.y))])
+    data = _measured(plot, [each for each in entries if _points(plot, each)])
     if plot.curve is not None:
         data += [each for entry in entries for each in _curve(plot, entry)]
     data = [each for each in data if each["y"] is not None and each["x"] > 0 and (each["y"] > 0 or not plot.log_y)]
@@ -59,19 +59,29 @@ def lines(plot: Lines, entries: Sequence[Entry]) -> Drawn:
 
 
 def _measured(plot: Lines, entries: Sequence[Entry]) -> list[Record]:
-    """A point for each row, and the limit at each row's size."""
+    """The points of each row, and the limit at each row's size."""
     data: list[Record] = []
     for entry, name in zip(entries, line_names(entries, plot.x, *([plot.panels] if plot.panels else [])), strict=True):
         panel = str(figure(entry, plot.panels)) if plot.panels else ""
-        x, y = number(entry, plot.x), in_unit(number(entry, plot.y), plot.unit)
-        data.append({"name": name, "x": x, "y": y, "kind": "measured", "panel": panel})
+        data += [
+            {"name": name, "x": x, "y": in_unit(y, plot.unit), "kind": "measured", "panel": panel}
+            for x, y in _points(plot, entry)
+        ]
         if plot.limit is not None:
             limit = in_unit(number(entry, plot.limit), plot.unit)
-            data.append({"name": plot.limit_title, "x": x, "y": limit, "kind": "limit", "panel": panel})
+            data.append({**data[-1], "name": plot.limit_title, "y": limit, "kind": "limit"})
     if plot.start is not None:
         start = {"x": plot.start[0], "y": in_unit(plot.start[1], plot.unit)}
         data += [each | start for each in data]
     return list({tuple(each.items()): each for each in data}.values())
+
+
+def _points(plot: Lines, entry: Entry) -> list[tuple[float, float | None]]:
+    """The row's point, or one for each value of its list."""
+    if isinstance(found := figure(entry, plot.y), list):
+        return [(float(place), finite(value)) for place, value in enumerate(found, 1)]
+    x, y = number(entry, plot.x), finite(found)
+    return [] if x is None or y is None else [(x, y)]
 
 
 def _curve(plot: Lines, entry: Entry) -> list[Record]:
