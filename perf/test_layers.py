@@ -15,7 +15,7 @@ WIDTHS = {"rms_norm": 4096, "add_rms_norm": 4096, "swiglu": 14336, "rotary": 409
 """Elements a token in a block of Llama 3 8B."""
 
 CASES = Grid(
-    smoke=[LayersCase("rms_norm", tokens=512, dim=256), LayersCase("rotary", tokens=512, dim=256)],
+    smoke=[LayersCase("add_rms_norm", tokens=512, dim=256)],
     laptop=[LayersCase(operation, tokens=2048, dim=WIDTHS[operation] // 8) for operation in OPERATIONS],
     paper=[LayersCase(operation, 8192, WIDTHS[operation], "bfloat16", head_dim=128) for operation in OPERATIONS],
     full=[

@@ -40,9 +40,8 @@ def assert_accurate(found: Mapping[str, Tensor], inputs: Inputs, times: float = 
             known = {how: partial(_result, wrong, name, wide) for how, wrong in mistakes(inputs).items()}
             where = worst_element(value, exact[name])
             like = likeness(value, exact[name], known)
-            raise AssertionError(
-                f"{when}{name}: an error is {excess.nan_to_num(torch.inf).max():.3g} times what is allowed; {where}{like}"
-            )
+            ratio = excess.nan_to_num(torch.inf).max()
+            raise AssertionError(f"{when}{name}: an error is {ratio:.3g} times what is allowed; {where}{like}")
 
 
 def _result(wrong: Callable[[Inputs], dict[str, Tensor]], name: str, inputs: Inputs) -> Tensor:
@@ -98,10 +97,12 @@ def _of_swiglu(inputs: Inputs, eps: float, summing: float, least: float) -> dict
     sigmoid = gate.sigmoid()
     silu = (gate * sigmoid).abs()
     slope = sigmoid * (1 + gate.abs() * (1 - sigmoid))
-    return {  # each with that of the product of a factor that is subnormal
-        "gated": each * silu * up.abs() + least * up.abs(),
-        "grad_gate": each * (grad * up).abs() * slope + least * (1 + slope),
-        "grad_up": each * silu * grad.abs() + least * grad.abs(),
+    # A sigmoid that is subnormal may be zero, as its exponential overflows; another factor may be subnormal.
+    lost = gate.abs() * torch.finfo(torch.float32 if summing > 1e-10 else torch.float64).smallest_normal
+    return {
+        "gated": (each * silu + lost + least) * up.abs(),
+        "grad_gate": (each * slope + lost) * (grad * up).abs() + least * (1 + slope),
+        "grad_up": (each * silu + lost + least) * grad.abs(),
     }
 
 

@@ -81,10 +81,14 @@ def leaves_of(inputs: Inputs, needed: list[str] | None = None) -> dict[str, Tens
     return {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.tensors.items()}
 
 
-def gradients(found: dict[str, Tensor], leaves: Mapping[str, Tensor], inputs: Inputs, **options: Any) -> dict[str, Tensor]:
-    """Gradients of the leaves that require them, as `grad_x`."""
+def gradients(
+    found: dict[str, Tensor], leaves: Mapping[str, Tensor], inputs: Inputs, **options: Any
+) -> dict[str, Tensor]:
+    """Gradients of the leaves that require them, as `grad_x`, by the results that depend on any."""
     wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-    given = torch.autograd.grad([*found.values()], [*wanted.values()], [*inputs.grads.values()], **options)
+    used = [name for name, x in found.items() if x.requires_grad]
+    grads = [inputs.grads[name] for name in used]
+    given = torch.autograd.grad([found[name] for name in used], [*wanted.values()], grads, **options)
     return {f"grad_{name}": x for name, x in zip(wanted, given, strict=True)}
 
 

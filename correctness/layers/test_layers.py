@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,16 +28,17 @@ EACH = pytest.mark.parametrize("operation", OPERATIONS)
 SIZES = {  # rows, dim
     "one_row": (1, 64),
     "one_column": (5, 1),
-    "odd": (37, 29),
+    "odd": (13, 29),
     "block_and_one": (9, 1025),
     "wider_than_a_block": (3, 8200),
     "rows_beyond_programs": (300, 8),
 }
+SIZE = [pytest.param(name, marks=pytest.mark.large if "programs" in name else ()) for name in SIZES]
 
 
 @EACH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZE)
 def test_is_as_accurate_as_eager(
     implementation: Implementation, size: str, dtype: torch.dtype, operation: str, device: str
 ) -> None:
@@ -55,13 +57,18 @@ def test_eager_is_the_formula(device: str) -> None:
     found = {name: results(EagerLayers, _few(name, device)) for name in OPERATIONS}
     x, weight = _few("rms_norm", device).tensors.values()
     mean = sum(each**2 for each in x[2].tolist()) / 6
-    assert found["rms_norm"]["normed"][2, 3].item() == pytest.approx(x[2, 3].item() / math.sqrt(mean + 1e-5) * weight[3].item())
+    assert found["rms_norm"]["normed"][2, 3].item() == pytest.approx(
+        x[2, 3].item() / math.sqrt(mean + 1e-5) * weight[3].item()
+    )
     x, residual, _ = _few("add_rms_norm", device).tensors.values()
     assert torch.equal(found["add_rms_norm"]["total"], x + residual)
     gate, up = (each[1, 4].item() for each in _few("swiglu", device).tensors.values())
     assert found["swiglu"]["gated"][1, 4].item() == pytest.approx(gate / (1 + math.exp(-gate)) * up)
     q, *_ = _few("rotary", device).tensors.values()
-    pair, turned = (torch.view_as_complex(each[1, 2, 3].unflatten(-1, (-1, 2)))[1].item() for each in (q, found["rotary"]["turned_q"]))
+    pair, turned = (
+        torch.view_as_complex(each[1, 2, 3].unflatten(-1, (-1, 2)))[1].item()
+        for each in (q, found["rotary"]["turned_q"])
+    )
     angle = 3 * 10_000.0 ** (-2 / 6)
     assert abs(turned - pair * complex(math.cos(angle), math.sin(angle))) < 1e-12
 
@@ -100,23 +107,20 @@ def test_weight_and_tables_may_be_float32_beside_half_precision(
 
 
 @EACH
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("how", LAYOUTS)
 def test_takes_non_contiguous_arguments(
     implementation: Implementation, how: str, dtype: torch.dtype, operation: str, device: str
 ) -> None:
-    inputs = random_inputs(operation, 7, 24, device, dtype, lead=(2, 3))
+    inputs = random_inputs(operation, 4, 24, device, dtype, lead=(2, 3))
     assert_as_accurate_as_eager(implementation.watched, laid_out(inputs, how))
 
 
 @EACH
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("how", [*LAYOUTS, *EXPANDED])
-def test_takes_gradients_of_any_strides(
-    implementation: Implementation, how: str, dtype: torch.dtype, operation: str, device: str
-) -> None:
+def test_takes_gradients_of_any_strides(implementation: Implementation, how: str, operation: str, device: str) -> None:
     """A transpose after the layer, or a sum, gives its backward such a gradient."""
-    inputs = random_inputs(operation, 7, 24, device, dtype, lead=(2, 3))
+    inputs = random_inputs(operation, 4, 24, device, lead=(2, 3))
     assert_as_accurate_as_eager(implementation.watched, laid_out(inputs, "", how))
 
 
@@ -169,15 +173,17 @@ def test_rotates_any_number_of_heads(implementation: Implementation, heads: tupl
 
 NOT_LAYERS = {
     "3": "it has none of the functions rms_norm, add_rms_norm, swiglu, rotary",
-    "type('L', (), {'swiglu': staticmethod(lambda gate: gate)})": "swiglu is not called with 2 tensors",
-    "type('L', (), {'swiglu': staticmethod(lambda gate, up: gate * up)})": "swiglu of ones begins with 1.0000, expected 0.7311",
-    "type('L', (), {'rms_norm': staticmethod(lambda x, weight, *, eps: x.detach() * 1)})": "rms_norm is not differentiable",
-    "type('L', (), {'rotary': staticmethod(lambda q, k, cos, sin: q)})": "rotary returned Tensor, and not 2 tensors",
+    "SimpleNamespace(swiglu=lambda gate: gate)": "swiglu is not called with 2 tensors",
+    "SimpleNamespace(swiglu=lambda gate, up: gate * up)": "swiglu of ones begins with 1.0000, expected 0.7311",
+    "SimpleNamespace(swiglu=lambda gate, up: (silu(gate) * up).detach())": "the result of swiglu is not differentiable",
+    "SimpleNamespace(rms_norm=lambda x, weight, *, eps: x.sum())": "rms_norm returned a tensor (), expected (3, 16)",
+    "SimpleNamespace(rotary=lambda q, k, cos, sin: q)": "rotary returned Tensor, and not 2 tensors",
 }
+OWN = "from types import SimpleNamespace\nfrom torch.nn.functional import silu\n"
 
 
 @pytest.mark.parametrize("expression", NOT_LAYERS)
 def test_what_has_no_layers_is_told_in_one_line(expression: str, tmp_path: Path) -> None:
-    (own := tmp_path / f"own_{abs(hash(expression))}.py").write_text(f"import torch\nmine = {expression}\n")
-    with pytest.raises(RegistryError, match=rf"^[^\n]*{NOT_LAYERS[expression]}[^\n]*$"):
+    (own := tmp_path / f"own_{abs(hash(expression))}.py").write_text(f"{OWN}mine = {expression}\n")
+    with pytest.raises(RegistryError, match=rf"^[^\n]*{re.escape(NOT_LAYERS[expression])}[^\n]*$"):
         check_contract(resolve("layers", f"{own}:mine"), "cpu")

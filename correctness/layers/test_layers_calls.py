@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 import pytest
@@ -29,7 +28,6 @@ from shardmark.api import Implementation
 pytestmark = [pytest.mark.family("layers"), pytest.mark.usefixtures("poisoned")]
 
 EACH = pytest.mark.parametrize("operation", OPERATIONS)
-
 
 
 @EACH
@@ -135,7 +133,7 @@ def test_a_checkpointed_layer_is_as_accurate(implementation: Implementation, ope
     """Forward runs again in backward, and what it saves is taken from there."""
     inputs = random_inputs(operation, 7, 24, device)
     leaves = leaves_of(inputs)
-    found = checkpoint(lambda *tensors: call(implementation.watched, inputs, dict(zip(leaves, tensors, strict=True))), *leaves.values(), use_reentrant=False)  # fmt: skip
+    found = checkpoint(partial(call, implementation.watched, inputs), leaves, use_reentrant=False)
     assert_accurate(gradients(found, leaves, inputs), inputs, when="checkpointed: ")
 
 
@@ -152,7 +150,6 @@ def _penalty_gradient(layers: object, inputs: Inputs) -> Tensor:
     return second.grad
 
 
-@pytest.mark.compiled_every_time
 @EACH
 def test_a_second_derivative_is_right_or_a_clear_error(
     implementation: Implementation, operation: str, device: str
@@ -166,15 +163,17 @@ def test_a_second_derivative_is_right_or_a_clear_error(
 
 
 @EACH
-def test_a_second_backward_pass_is_right_or_an_error(implementation: Implementation, operation: str, device: str) -> None:
+def test_a_second_backward_pass_is_right_or_an_error(
+    implementation: Implementation, operation: str, device: str
+) -> None:
     inputs = random_inputs(operation, 7, 24, device)
     leaves = leaves_of(inputs)
     found = call(implementation.watched, inputs, leaves)
     assert_accurate(gradients(found, leaves, inputs, retain_graph=True), inputs, when="of a first backward pass: ")
     try:
         again = gradients(found, leaves, inputs)
-    except RuntimeError as error:
-        assert re.search("second|twice|again", str(error)), f"no word of a second pass in {error!r}"
+    except RuntimeError:
+        assert not is_ours(implementation), "ours keep what a second pass needs"
     else:
         assert_accurate(again, inputs, when="of a second backward pass: ")
 
@@ -202,26 +201,26 @@ def test_a_backward_after_a_change_in_place_is_right_or_an_error(
 
 @EACH
 def test_calls_leave_nothing_behind(implementation: Implementation, operation: str, device: str) -> None:
-    inputs = random_inputs(operation, 64, 64, device)
+    inputs = random_inputs(operation, 5, 128, device)
     left = growth(lambda: results(implementation.watched, inputs), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
-    small, large = (partial(results, implementation.watched, random_inputs(operation, n, 32, device)) for n in (8, 300))
+    small, large = (partial(results, implementation.watched, random_inputs(operation, n, 512, device)) for n in (2, 20))
     left = left_by(small, large, device)
-    assert left < 10_000, f"a call of 300 rows, whose results are gone, leaves {left:,} bytes behind"
+    assert left < 10_000, f"a call of 20 rows, whose results are gone, leaves {left:,} bytes behind"
 
 
 @EACH
 def test_what_a_call_saves_is_freed_without_the_collector(
     implementation: Implementation, operation: str, device: str
 ) -> None:
-    inputs = random_inputs(operation, 64, 64, device)
+    inputs = random_inputs(operation, 5, 128, device)
     assert_freed_at_once(lambda: results(implementation.watched, inputs), device)
 
 
 @pytest.mark.should("equal calls give equal bits")
 @EACH
 def test_is_deterministic(implementation: Implementation, operation: str, device: str, record_property: Note) -> None:
-    inputs = random_inputs(operation, 40, 24, device)
+    inputs = random_inputs(operation, 9, 24, device)
     first, second = (results(implementation.watched, inputs) for _ in range(2))
     differ = [name for name in first if not torch.equal(first[name], second[name])]
     if differ:

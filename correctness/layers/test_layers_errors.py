@@ -13,6 +13,12 @@ from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("layers"), pytest.mark.compiled_every_time]
 
+
+def _skip_if_lacking(implementation: Implementation, operation: str) -> None:
+    if not hasattr(implementation.target, operation):
+        pytest.skip(f"it has no {operation}")
+
+
 EPS: dict[str, Any] = {"eps": 1e-5}
 MISMATCHED: dict[str, tuple[str, list[tuple[int, ...]], str]] = {  # shapes, and the pattern of our message
     "weight": ("rms_norm", [(4, 8), (9,)], r"x \(4, 8\), weight \(9,\)"),
@@ -37,6 +43,7 @@ def test_shapes_that_do_not_go_together_are_refused(
     implementation: Implementation, how: str, device: str, record_property: Note
 ) -> None:
     operation, shapes, wording = MISMATCHED[how]
+    _skip_if_lacking(implementation, operation)
     tensors = [torch.randn(shape, device=device) for shape in shapes]
     call = partial(getattr(implementation.watched, operation), *tensors, **(EPS if "norm" in operation else {}))
     assert_refused(implementation, f"{operation} of {shapes}", call, wording, record_property)
@@ -62,6 +69,7 @@ def test_dtypes_and_devices_that_do_not_go_together_are_refused(
     implementation: Implementation, how: str, device: str, record_property: Note
 ) -> None:
     operation, dtypes, wording = DTYPES.get(how, ("rms_norm", [F32, F32], "on one device, got .*meta"))
+    _skip_if_lacking(implementation, operation)
     tensors = [torch.ones(x, dtype=dtype, device=device) for x, dtype in zip(SHAPES[operation], dtypes, strict=True)]
     if how == "another_device":
         tensors[1] = tensors[1].to("meta")

@@ -76,9 +76,16 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def check_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
     """Raise ValueError, in one line, unless the arguments of a norm go together as the contract says."""
-    if x.ndim < 1 or not x.shape[-1] or weight.shape != x.shape[-1:] or (residual is not None and residual.shape != x.shape):
+    if (
+        x.ndim < 1
+        or not x.shape[-1]
+        or weight.shape != x.shape[-1:]
+        or (residual is not None and residual.shape != x.shape)
+    ):
         among = f"x {tuple(x.shape)}" + (f", residual {tuple(residual.shape)}" if residual is not None else "")
-        raise ValueError(f"a norm takes x (..., dim), its residual alike and weight (dim), got {among}, weight {tuple(weight.shape)}")
+        raise ValueError(
+            f"a norm takes x (..., dim), its residual alike and weight (dim), got {among}, weight {tuple(weight.shape)}"
+        )
     _check_together((x,) if residual is None else (x, residual), (weight,))
 
 
@@ -109,7 +116,9 @@ def _check_together(alike: tuple[Tensor, ...], wider: tuple[Tensor, ...]) -> Non
     half = dtypes <= {torch.bfloat16, torch.float16}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES) or not also <= dtypes | ({torch.float32} if half else set()):
         got = ", ".join(str(x.dtype) for x in (*alike, *wider))
-        raise ValueError(f"layers take one floating dtype, and weight, cos and sin may be float32 beside half, got {got}")
+        raise ValueError(
+            f"layers take one floating dtype, and weight, cos and sin may be float32 beside half, got {got}"
+        )
 
 
 def adapted(target: Any) -> Any:
@@ -144,35 +153,43 @@ def _check(target: Any, device: str) -> None:
 
 def _check_operation(name: str, function: Any, device: str) -> None:
     options = {"eps": 1e-5} if "norm" in name else {}
-    count = OPERATIONS[name]
     try:
-        inspect.signature(function).bind(*[None] * count, **options)
+        inspect.signature(function).bind(*[None] * OPERATIONS[name], **options)
     except (TypeError, ValueError) as error:
-        raise RegistryError(f"{name} is not called with {count} tensors{' and eps' * bool(options)}: {error}") from None
-    shapes = {"rms_norm": ["x", "w"], "add_rms_norm": ["x", "x", "w"], "swiglu": ["x", "x"], "rotary": ["q", "q", "t", "t"]}
-    sizes = {"x": (3, 16), "w": (16,), "q": (1, 2, 3, 16), "t": (3, 8)}
-    for dtype in (torch.float32, torch.bfloat16):
-        tensors = [torch.ones(sizes[kind], device=device, dtype=dtype, requires_grad=kind != "t") for kind in shapes[name]]
+        given = f"{OPERATIONS[name]} tensors{' and eps' * bool(options)}"
+        raise RegistryError(f"{name} is not called with {given}: {error}") from None
+    for dtype in (torch.float32, torch.bfloat16):  # a fused kernel may take half precision only
+        shapes = _TINY[name]
+        tensors = [torch.ones(shape, device=device, dtype=dtype).requires_grad_(shape != _TABLE) for shape in shapes]
         try:
             results = function(*tensors, **options)
         except Unsupported:
             continue
-        _check_results(name, results)
+        _check_results(name, results, shapes[0])
         return
 
 
-WANTED = {"rms_norm": (1.0,), "add_rms_norm": (1.0, 2.0), "swiglu": (0.7311,), "rotary": (0.0, 0.0)}
+_TABLE = (3, 8)
+_TINY: dict[str, tuple[tuple[int, ...], ...]] = {
+    "rms_norm": ((3, 16), (16,)),
+    "add_rms_norm": ((3, 16), (3, 16), (16,)),
+    "swiglu": ((3, 16), (3, 16)),
+    "rotary": ((1, 2, 3, 16), (1, 2, 3, 16), _TABLE, _TABLE),
+}
+_WANTED = {"rms_norm": (1.0,), "add_rms_norm": (1.0, 2.0), "swiglu": (0.7311,), "rotary": (0.0, 0.0)}
 """First element of each result of ones."""
 
 
-def _check_results(name: str, results: Any) -> None:
-    wanted = WANTED[name]
-    several = isinstance(results, tuple | list)
-    if len(wanted) > 1 and not (several and len(results) == len(wanted)):
+def _check_results(name: str, results: Any, shape: tuple[int, ...]) -> None:
+    wanted = _WANTED[name]
+    if len(wanted) == 1:
+        results = [results]
+    elif not isinstance(results, tuple | list) or len(results) != len(wanted):
         raise RegistryError(f"{name} returned {type(results).__name__}, and not {len(wanted)} tensors")
-    for result, value in zip(results if len(wanted) > 1 else (results,), wanted, strict=True):
-        if not isinstance(result, Tensor) or result.ndim < 2:
-            raise RegistryError(f"{name} returned {type(result).__name__}, and not a tensor of its input's shape")
+    for result, value in zip(results, wanted, strict=True):
+        if not isinstance(result, Tensor) or result.shape != shape:
+            found = f"a tensor {tuple(result.shape)}" if isinstance(result, Tensor) else repr(result)
+            raise RegistryError(f"{name} returned {found}, expected {shape}")
         if not abs(result.detach().flatten()[0].item() - value) <= 0.1:
             raise RegistryError(f"{name} of ones begins with {result.flatten()[0].item():.4f}, expected {value:.4f}")
         if not result.requires_grad:

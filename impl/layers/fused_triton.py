@@ -6,7 +6,6 @@ row. On CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1), for co
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,9 +22,10 @@ from impl.layers.contract import check_gated, check_norm, check_rotary
 from shardmark.api import Race, Unsupported, register
 
 LARGEST = 8192
-"""Most columns of a block. A longer row takes several, and backward reads it twice."""
-PER_THREAD = 16
-"""Elements of a block that one thread holds: with 32 threads a warp, registers suffice on every chip."""
+"""Most columns of a block of a norm. A longer row takes several, and backward reads it twice. Half as many where a row
+does not divide into 16 columns: single accesses take more registers than those of 16 bytes."""
+PER_THREAD = 8
+"""Elements of a block that one thread holds: 16 bytes of half precision, and no register is spilled on any chip."""
 GATED = 1024
 """Columns of a block of SwiGLU."""
 TILE = 4096
@@ -100,7 +100,7 @@ def _norm_forward(
     normed = _result(x)
     total = normed if residual is None else _result(x)
     scales = torch.empty(len(rows), dtype=torch.float32, device=x.device)
-    block = _block(x, LARGEST)
+    block = _norm_block(dim)
     arguments = rows, others, weight.contiguous(), total, normed, scales, rows.stride(0), others.stride(0), dim, eps
     _launch(kernels.norm_forward, (len(rows),), block, *arguments, ADDS=residual is not None, BLOCK=block)
     return normed.to(x.dtype), None if residual is None else total.to(x.dtype), scales
@@ -113,7 +113,7 @@ def _norm_backward(
     rows, given, factor = _rows(x), _rows(grad), weight.contiguous()
     beside = given if grad_total is None else _rows(grad_total)
     count, dim = rows.shape
-    block = _block(x, LARGEST)
+    block = _norm_block(dim)
     blocks, programs = triton.cdiv(dim, block), min(PROGRAMS, count)
     grad_x = _result(x)
     parts = torch.empty(programs if weighs else 0, dim, dtype=torch.float32, device=x.device)
@@ -135,21 +135,25 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        gates, ups, out = _rows(gate), _rows(up), _result(gate)
-        (rows, dim), block = gates.shape, _block(gate, GATED)
-        grid = rows, triton.cdiv(dim, block)
-        _launch(kernels.swiglu_forward, grid, block, gates, ups, out, gates.stride(0), ups.stride(0), dim, BLOCK=block)
-        return out.to(gate.dtype)
+        return _gated(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return FirstDerivative.apply("the fused SwiGLU", _gated_backward, *ctx.saved_tensors, grad)
 
 
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    gates, ups, out = _rows(gate), _rows(up), _result(gate)
+    (rows, dim), block = gates.shape, min(GATED, triton.next_power_of_2(gate.shape[-1]))
+    grid = rows, triton.cdiv(dim, block)
+    _launch(kernels.swiglu_forward, grid, block, gates, ups, out, gates.stride(0), ups.stride(0), dim, BLOCK=block)
+    return out.to(gate.dtype)
+
+
 def _gated_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     gates, ups, given = map(_rows, (gate, up, grad))
     of_gate, of_up = _result(gate), _result(up)
-    (rows, dim), block = gates.shape, _block(gate, GATED)
+    (rows, dim), block = gates.shape, min(GATED, triton.next_power_of_2(gate.shape[-1]))
     tensors = gates, ups, given, of_gate, of_up
     strides = (x.stride(0) for x in (gates, ups, given))
     _launch(kernels.swiglu_backward, (rows, triton.cdiv(dim, block)), block, *tensors, *strides, dim, BLOCK=block)
@@ -190,9 +194,9 @@ def _turned(sign: int, cos: Tensor, sin: Tensor, x: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
-def _block(x: Tensor, largest: int) -> int:
-    """Columns of a block: a power of two that holds a row of x, or the largest."""
-    return min(largest, triton.next_power_of_2(x.shape[-1]))
+def _norm_block(dim: int) -> int:
+    """Columns of a block of a norm: a power of two that holds a row, or the largest."""
+    return min(LARGEST if dim % 16 == 0 else LARGEST // 2, triton.next_power_of_2(dim))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -209,7 +213,7 @@ def _result(like: Tensor, memory_format: torch.memory_format = torch.contiguous_
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], block: int, *arguments: Any, **options: Any) -> None:
-    """Launch the kernel, with a thread for every PER_THREAD elements of a block, or for fewer; none on an empty grid."""
+    """Launch the kernel, with a thread for every PER_THREAD elements of a block or for fewer; not on an empty grid."""
     if 0 not in grid:
         warps = min(32, max(4, block // (32 * PER_THREAD)))
         with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device

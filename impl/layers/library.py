@@ -11,9 +11,8 @@ from impl.layers.contract import check_gated, check_norm, check_rotary
 from impl.layers.eager import added_and_normed, both_rotated, gated, normed
 from shardmark.api import Race, Unsupported, register, requires_compiler
 
-_normed, _added_and_normed, _gated, _both_rotated = map(
-    compile_each_shape, (normed, added_and_normed, gated, both_rotated)
-)
+_normed, _added_and_normed = compile_each_shape(normed), compile_each_shape(added_and_normed)
+_gated, _both_rotated = compile_each_shape(gated), compile_each_shape(both_rotated)
 
 
 class CompiledLayers:

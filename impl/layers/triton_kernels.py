@@ -86,10 +86,7 @@ def norm_backward(
         if WEIGHS:
             summed += given * value
         given *= factor
-        if WHOLE:
-            mean = tl.sum(given * value, 0) / dim
-        else:
-            mean = tl.load(means + row)
+        mean = tl.sum(given * value, 0) / dim if WHOLE else tl.load(means + row)
         result = scale * (given - value * mean)
         if ADDS:
             result += tl.load(grad_total + row * stride_total + at, mask=inside, other=0.0).to(tl.float32)

@@ -26,7 +26,7 @@ class LayersStep:
 
         rows = (case.tokens, case.dim)
         heads = (1, case.dim // case.head_dim, case.tokens, case.head_dim)
-        like = {
+        like: list[tuple[int, ...]] = {
             "rms_norm": [rows],
             "add_rms_norm": [rows, rows],
             "swiglu": [rows, rows],
