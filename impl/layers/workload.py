@@ -26,12 +26,8 @@ class LayersStep:
 
         rows = (case.tokens, case.dim)
         heads = (1, case.dim // case.head_dim, case.tokens, case.head_dim)
-        like: list[tuple[int, ...]] = {
-            "rms_norm": [rows],
-            "add_rms_norm": [rows, rows],
-            "swiglu": [rows, rows],
-            "rotary": [heads, heads],
-        }[case.operation]
+        one = heads if case.operation == "rotary" else rows
+        like = [one] if case.operation == "rms_norm" else [one, one]
         self.leaves = [random(*shape) for shape in like]
         self.grads = [random(*shape) for shape in (like[:1] if case.operation == "swiglu" else like)]
         if "norm" in case.operation:
