@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 
 from impl.layers.accounting import work
-from impl.layers.cases import LayersCase
+from impl.layers.cases import WIDTHS, LayersCase
 from impl.layers.contract import OPERATIONS
 from impl.layers.workload import LayersStep
 from shardmark.api import Grid, Implementation
 from shardmark.plugin.measure import Measure
-
-WIDTHS = {"rms_norm": 4096, "add_rms_norm": 4096, "swiglu": 14336, "rotary": 4096}
-"""Elements a token in a block of Llama 3 8B."""
 
 CASES = Grid(
     smoke=[LayersCase("add_rms_norm", tokens=512, dim=256)],

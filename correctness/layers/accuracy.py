@@ -60,14 +60,12 @@ def rounding(inputs: Inputs) -> dict[str, Tensor]:
     summing = torch.finfo(torch.promote_types(first.dtype, torch.float32)).eps
     wide = inputs.to(torch.float64)
     least = info.smallest_normal * info.eps  # the error of numbers that are subnormal
-    if inputs.operation == "swiglu":
-        owed = _of_swiglu(wide, info.eps, summing, least)
-    else:
-        owed = (_of_rotary if inputs.operation == "rotary" else _of_norm)(wide, info.eps, summing)
+    of = {"swiglu": _of_swiglu, "rotary": _of_rotary}.get(inputs.operation, _of_norm)
+    owed = of(wide, info.eps, summing, least)
     return {name: x + least for name, x in owed.items()}
 
 
-def _of_norm(inputs: Inputs, eps: float, summing: float) -> dict[str, Tensor]:
+def _of_norm(inputs: Inputs, eps: float, summing: float, least: float) -> dict[str, Tensor]:
     x, weight, grad = inputs.tensors["x"], inputs.tensors["weight"], inputs.grads["normed"]
     adds = "residual" in inputs.tensors
     total = x + inputs.tensors["residual"] if adds else x
@@ -78,7 +76,7 @@ def _of_norm(inputs: Inputs, eps: float, summing: float) -> dict[str, Tensor]:
     normed = (total * scale).abs()
     of_normed = (grad * weight).abs()
     terms = scale * (of_normed + normed * (of_normed * normed).mean(-1, keepdim=True))
-    of_x = each * terms
+    of_x = each * terms + least * scale  # of a factor that is subnormal
     products = (grad * normed).abs().reshape(-1, dim)
     # In half precision a factor of each product may be rounded, at random; the sum is rounded once, in the worst case.
     typical = each * products.square().sum(0).sqrt()
@@ -106,7 +104,7 @@ def _of_swiglu(inputs: Inputs, eps: float, summing: float, least: float) -> dict
     }
 
 
-def _of_rotary(inputs: Inputs, eps: float, summing: float) -> dict[str, Tensor]:
+def _of_rotary(inputs: Inputs, eps: float, summing: float, least: float) -> dict[str, Tensor]:
     cos, sin = inputs.tensors["cos"].abs(), inputs.tensors["sin"].abs()
 
     def owed(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from impl.layers import OPERATIONS, accounting
-from impl.layers.cases import LayersCase
+from impl.layers.cases import WIDTHS, LayersCase
 from impl.layers.workload import LayersStep
 from shardmark.api import family
 from shardmark.meter.measure_case import metered_peak
@@ -18,9 +18,7 @@ ACCOUNTED = [
     for tokens, dim in ((40, 64), (3, 1040))
     for dtype in ("float64", "float32", "bfloat16", "float16")
 ]
-PUBLISHED = [
-    LayersCase(name, 8192, 14336 if name == "swiglu" else 4096, "bfloat16", head_dim=128) for name in OPERATIONS
-]
+PUBLISHED = [LayersCase(name, 8192, width, "bfloat16", head_dim=128) for name, width in WIDTHS.items()]
 
 
 def _metered(name: str, case: LayersCase) -> int:
@@ -34,7 +32,7 @@ def test_eager_peak_is_exact(case: LayersCase) -> None:
 
 @pytest.mark.parametrize("case", [case for case in ACCOUNTED if case.dtype in ("float32", "float16")], ids=str)
 def test_fused_triton_peak_is_exact(case: LayersCase) -> None:
-    """Of a sum, the interpreter still holds the parts of weight's gradient where a GPU has freed them."""
+    """The interpreter still holds the parts of weight's gradient of a sum where a GPU has freed them."""
     if reason := family("layers").implementations["fused_triton"].unavailable_reason("cpu"):
         pytest.skip(reason)
     kept = 4 * min(accounting.PROGRAMS, case.tokens) * case.dim if case.operation == "add_rms_norm" else 0

@@ -83,7 +83,7 @@ def _few(operation: str, device: str) -> Inputs:
 def test_takes_any_leading_dimensions(
     implementation: Implementation, lead: tuple[int, ...], operation: str, device: str
 ) -> None:
-    """Of an empty tensor results are empty, and weight's gradient is zero."""
+    """Results of an empty tensor are empty, and weight's gradient is zero."""
     inputs = random_inputs(operation, 0 if operation == "rotary" and 0 in lead else 5, 8, device, lead=lead)
     assert_as_accurate_as_eager(implementation.watched, inputs)
 

@@ -31,7 +31,7 @@ def draw(generator: torch.Generator) -> list[dict[str, Any]]:
     return calls
 
 
-def perform(target: Any, given: Any, rank: int) -> dict[str, Tensor]:
+def perform(target: Any, given: Any, rank: int) -> dict[str, torch.Tensor]:
     owner = target() if isinstance(target, type) else target
     found = {}
     for number, call in enumerate(given):
@@ -41,7 +41,7 @@ def perform(target: Any, given: Any, rank: int) -> dict[str, Tensor]:
         options = {"eps": call["eps"]} if "eps" in call else {}
         learned = [x.requires_grad_() for x in call["tensors"][: 2 if call["name"] == "rotary" else None]]
         results = function(*call["tensors"], **options)
-        results = [results] if isinstance(results, Tensor) else [*results]
+        results = [results] if isinstance(results, torch.Tensor) else [*results]
         gradients = torch.autograd.grad([3 * x.square().sum() for x in results], learned)
         named = [(f"result {i}", x.detach()) for i, x in enumerate(results)]
         named += [(f"gradient {i}", x) for i, x in enumerate(gradients)]

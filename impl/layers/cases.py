@@ -7,11 +7,15 @@ from dataclasses import dataclass
 import torch
 
 
+WIDTHS = {"rms_norm": 4096, "add_rms_norm": 4096, "swiglu": 14336, "rotary": 4096}
+"""Elements a token of each operation in a block of Llama 3 8B, by the operation's name."""
+
+
 @dataclass(frozen=True)
 class LayersCase:
     """Forward and backward of one operation on `tokens` rows of `dim` elements.
 
-    Of `rotary` q and k have dim elements a token each, in heads of `head_dim`, and tables in float32.
+    q and k of `rotary` have dim elements a token each, in heads of `head_dim`, and their tables are in float32.
     """
 
     operation: str
