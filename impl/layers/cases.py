@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 WIDTHS = {"rms_norm": 4096, "add_rms_norm": 4096, "swiglu": 14336, "rotary": 4096}
 """Elements a token of each operation in a block of Llama 3 8B, by the operation's name."""
 
