@@ -163,6 +163,22 @@ class GradientsOfGateAndUpSwapped(Textbook):
     gate = _Swapped
 
 
+class _OverGateAndUp(Gated):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = gated_gradients(gate, up, grad)
+        return gate.data.copy_(of_gate), up.data.copy_(of_up)
+
+
+@defect(cause="state", caught_by="test_any_history")
+class GradientsOverGateAndUp(Textbook):
+    """unslothai/unsloth#3314: backward stores the gradients over gate and up, which a second pass reads again."""
+
+    gate = _OverGateAndUp
+
+
 class _FirstRow(Gated):
     @staticmethod
     @torch.autograd.function.once_differentiable
