@@ -10,6 +10,7 @@ from impl.layers.contract import OPERATIONS
 from impl.layers.workload import LayersStep
 from shardmark.api import Grid, Implementation
 from shardmark.plugin.measure import Measure
+from shardmark.report.observed_answers import fastest_by
 
 CASES = Grid(
     smoke=[LayersCase("add_rms_norm", tokens=512, dim=256)],
@@ -26,6 +27,7 @@ CASES = Grid(
 @pytest.mark.question(
     "What do the layers between matrix products cost, and how near do they come to the memory's bandwidth?",
     short="layers",
+    answer=fastest_by("operation"),
     columns=["case", "implementation", "time ms", "GB/s", "of roofline", "ratio to peer", "tensors MiB"],
 )
 @pytest.mark.family("layers")
