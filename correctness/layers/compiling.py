@@ -7,9 +7,20 @@ import torch
 from correctness.support.compiling import compiled
 
 
-def compile_layer(operation: str, dtype: str, chip: int, dim: int) -> Any:
+def compile_layer(operation: str, dtype: str, chip: int, dim: int, per_thread: int = 0) -> Any:
     """Return (`KernelReport`, `accesses`) of each kernel of the operation's forward and backward on rows of `dim`.
-    `rotary` has heads of 128 in a projection's strides."""
+    `rotary` has heads of 128 in a projection's strides. `per_thread` is another number of elements of a thread."""
+    from impl.layers import fused_triton
+
+    usual = fused_triton.PER_THREAD
+    fused_triton.PER_THREAD = per_thread or usual
+    try:
+        return _compiled(operation, dtype, chip, dim)
+    finally:
+        fused_triton.PER_THREAD = usual
+
+
+def _compiled(operation: str, dtype: str, chip: int, dim: int) -> Any:
     from impl.layers import fused_triton
 
     rows = torch.empty(4, dim, dtype=getattr(torch, dtype))

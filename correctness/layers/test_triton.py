@@ -132,6 +132,12 @@ def test_kernels_compile_soundly_for_hopper_with_wide_accesses(operation: str, c
         assert_wide(accesses)
 
 
+def test_too_many_elements_a_thread_are_told(compiling: ProcessPoolExecutor) -> None:
+    found = compiling.submit(compile_layer, "add_rms_norm", "float32", 90, 8192, 1024).result()
+    with pytest.raises(AssertionError, match="bytes a thread are spilled"):
+        assert_sound(found[1][0])
+
+
 def test_narrow_accesses_are_told(compiling: ProcessPoolExecutor) -> None:
     """The check finds narrow accesses: rows of an odd number of columns."""
     (_, accesses), *_ = compiling.submit(compile_layer, "swiglu", "bfloat16", 90, 1023).result()
