@@ -15,7 +15,7 @@ from shardmark.api import MB, Grid, Implementation, Work
 from shardmark.meter.communication import tcp_bytes_sent
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
-from shardmark.report.observed_answers import fastest_by_collective
+from shardmark.report.observed_answers import fastest_by
 from shardmark.report.plots import Lines
 
 
@@ -44,7 +44,7 @@ pytestmark = [
         "How fast is each collective, by size?",
         short="collectives",
         columns=["case", "implementation", "time ms", "algbw GB/s", "busbw GB/s", "sent / least MiB", "verdict"],
-        answer=fastest_by_collective,
+        answer=fastest_by("collective"),
         plots=[
             Lines(
                 "Bus bandwidth by size",

@@ -1,7 +1,6 @@
 """The Triton kernel of the fused loss, one configuration at a time: right in the interpreter, no spills when
 compiled."""
 
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -13,13 +12,13 @@ from torch import Tensor
 pytest.importorskip("triton", exc_type=ImportError)
 
 from correctness.loss.compiling import compile_loss
-from correctness.support.compiling import kernel_row
+from correctness.support.compiling import assert_sound, assert_wide, kernel_row
 from correctness.support.kernel_faults import every_fourth, with_fault
 from impl.loss import fused_pytorch, fused_triton, triton_kernels
 from impl.loss.fused import Terms
 from impl.loss.fused_triton import CONFIGURATIONS
 from shardmark.api import family
-from shardmark.meter.aot import SHARED_MEMORY, KernelReport
+from shardmark.meter.aot import SHARED_MEMORY
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -135,17 +134,6 @@ def _name(case: Case) -> str:
     return f"loss-{dtype}-sm_{chip}-{'smoothed' if smoothed else 'plain'}-{block}x{warps}"
 
 
-def _assert_sound(report: KernelReport) -> None:
-    assert report.spilled_bytes == 0, f"{report.spilled_bytes} bytes a thread are spilled"
-    assert report.shared_bytes <= SHARED_MEMORY[report.capability]
-
-
-def _assert_wide(accesses: Counter[int]) -> None:
-    """Assert that most accesses to global memory have 16 bytes: all but a target, a loss, and the rest of a row."""
-    narrow = sum(count for bits, count in accesses.items() if bits < 128)
-    assert accesses[128] > narrow, f"{accesses[128]} accesses of 16 bytes, {narrow} of less"
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", COMPILED, ids=_name)
 def test_each_configuration_compiles_soundly(
@@ -153,9 +141,9 @@ def test_each_configuration_compiles_soundly(
 ) -> None:
     report, accesses = compiling.submit(compile_loss, *case).result()
     record_property("kernel", kernel_row(_name(case), report))
-    _assert_sound(report)
+    assert_sound(report)
     if case[0] != "float32":  # their row stride is the vocabulary, here an odd number
-        _assert_wide(accesses)
+        assert_wide(accesses)
 
 
 @pytest.mark.parametrize("vocab", [50257, 128256])
@@ -163,18 +151,18 @@ def test_the_largest_configuration_compiles_soundly_for_hopper_with_wide_accesse
     vocab: int, compiling: ProcessPoolExecutor
 ) -> None:
     report, accesses = compiling.submit(compile_loss, "bfloat16", 90, True, CONFIGURATIONS[-1], vocab).result()
-    _assert_sound(report)
-    _assert_wide(accesses)
+    assert_sound(report)
+    assert_wide(accesses)
 
 
 def test_a_huge_configuration_is_told(compiling: ProcessPoolExecutor) -> None:
     report, _ = compiling.submit(compile_loss, "bfloat16", 90, True, (8192, 1)).result()
     with pytest.raises(AssertionError, match="bytes a thread are spilled"):
-        _assert_sound(report)
+        assert_sound(report)
 
 
 def test_narrow_accesses_are_told(compiling: ProcessPoolExecutor) -> None:
     """The check finds narrow accesses: rows of float32 with an odd stride."""
     _, accesses = compiling.submit(compile_loss, "float32", 90, True, CONFIGURATIONS[0]).result()
     with pytest.raises(AssertionError, match=r"0 accesses of 16 bytes, \d+ of less"):
-        _assert_wide(accesses)
+        assert_wide(accesses)

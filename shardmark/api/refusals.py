@@ -58,25 +58,28 @@ class Call:
     """Arguments of one call, without their tensors' memory: (name, value) of each; a tensor is (shape, dtype)."""
 
     arguments: tuple[tuple[str, Any], ...]
+    method: str = ""
+    """Name of the method that is called; empty where the target itself is."""
 
     @property
     def elements(self) -> int:
         return sum(torch.Size(value[0]).numel() for _, value in self.arguments if isinstance(value, tuple))
 
     def __str__(self) -> str:
-        """As in "q (2, 4, 16) float32, is_causal=True"."""
-        return ", ".join(
+        """As in "q (2, 4, 16) float32, is_causal=True", after a method's name and a colon."""
+        given = ", ".join(
             f"{name} {value[0]} {value[1]}" if isinstance(value, tuple) else f"{name}={value}"
             for name, value in self.arguments
         )
+        return f"{self.method}: {given}" if self.method else given
 
     @classmethod
-    def of(cls, contract: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        own = "__call__" in vars(contract)
-        names = [name for name in inspect.signature(contract.__call__).parameters if name != "self"] if own else []
+    def of(cls, contract: type, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Call:
+        own = vars(contract).get(method or "__call__")
+        names = [name for name in inspect.signature(own).parameters if name != "self"] if own is not None else []
         names += [f"argument {i}" for i in range(len(names), len(args))]
         given = [*zip(names, args, strict=False), *kwargs.items()]
-        return cls(tuple((name, _described(value)) for name, value in given))
+        return cls(tuple((name, _described(value)) for name, value in given), method)
 
 
 def _described(value: Any) -> Any:
@@ -130,8 +133,13 @@ def note_events(events: Iterable[str]) -> None:
         _LEDGER[-1].events[:] = events
 
 
-def watched(call: Callable[..., Any], contract: type, may_refuse: tuple[Refusable, ...]) -> Callable[..., Any]:
-    """The call, which notes in the ledger what it takes and refuses; an `Unsupported` of it says what it refuses."""
+def watched(
+    call: Callable[..., Any], contract: type, may_refuse: tuple[Refusable, ...], method: str = ""
+) -> Callable[..., Any]:
+    """The call, which notes in the ledger what it takes and refuses; an `Unsupported` of it says what it refuses.
+
+    `method` is the contract's method that it is; by default the contract's own call.
+    """
 
     def watch(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -139,7 +147,7 @@ def watched(call: Callable[..., Any], contract: type, may_refuse: tuple[Refusabl
         features = frozenset(_features(may_refuse, args, kwargs))
         notes = _LEDGER[-1] if _LEDGER else None
         if notes is not None:
-            notes.last = features, Call.of(contract, args, kwargs)
+            notes.last = features, Call.of(contract, args, kwargs, method)
         try:
             result = call(*args, **kwargs)
         except Unsupported as error:

@@ -92,7 +92,9 @@ class Implementation:
         if not owner.methods:
             return watched(self.adapted, owner.contract, owner.may_refuse)
         calls = {name: getattr(self.adapted, name) for name in owner.methods}
-        return SimpleNamespace(**{name: watched(c, owner.contract, owner.may_refuse) for name, c in calls.items()})
+        return SimpleNamespace(
+            **{name: watched(call, owner.contract, owner.may_refuse, name) for name, call in calls.items()}
+        )
 
     def unavailable_reason(self, device: str, to_measure: bool = False) -> str | None:
         """Why the implementation does not run, or is not measured, on `device`; None where it does."""

@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -155,8 +156,14 @@ def snippet(implementation: Implementation, call: Call) -> list[str]:
         made = f"torch.randint(2, {shape})" if "int" in dtype else f"torch.randn({shape}{typed})"
         several = f"({made} for _ in range({len(names)}))" if len(names) > 1 else made
         lines.append(f"{', '.join(names)} = {several}")
+    named = (("mine", implementation.target), ("reference", reference))
     given = ", ".join([*(name for name, *_ in tensors), *(f"{name}={value}" for name, value in others)])
-    own = f"mine({given})"
+    own, right = (f"{name}{_method_of(target, call.method)}({given})" for name, target in named)
     if isinstance(implementation.target, type) and issubclass(implementation.target, torch.autograd.Function):
         own = f"mine.apply({', '.join([*(name for name, *_ in tensors), *(str(value) for _, value in others)])})"
-    return [*lines, f"print({own})", f"print(reference({given}))"]
+    return [*lines, f"print({own})", f"print({right})"]
+
+
+def _method_of(target: Any, method: str) -> str:
+    """As in "().rms_norm", of a class of which one is made; empty where the target itself is called."""
+    return f"{'()' * isinstance(target, type)}.{method}" if method else ""

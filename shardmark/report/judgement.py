@@ -55,8 +55,8 @@ class Notes:
         found["taken"], found["last"] = _features(found["taken"]), _features(found["last"])
         found["refused"] = tuple((_features(features), words) for features, words in found["refused"])
         if found["call"] is not None:
-            given = found["call"]["arguments"]
-            found["call"] = Call(tuple((n, (tuple(v[0]), v[1]) if isinstance(v, list) else v) for n, v in given))
+            given = ((n, (tuple(v[0]), v[1]) if isinstance(v, list) else v) for n, v in found["call"]["arguments"])
+            found["call"] = Call(tuple(given), found["call"]["method"])
         found["events"] = tuple(found["events"])
         return cls(**found)
 

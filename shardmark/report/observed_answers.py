@@ -35,16 +35,21 @@ def hides(other: str) -> Answer:
     return answer
 
 
-def fastest_by_collective(entries: Sequence[Entry]) -> str:
-    """The fastest implementation of each collective, at its largest size that several implementations have."""
-    kinds: dict[str, list[Entry]] = {}
-    for entry in entries:
-        kinds.setdefault(entry["extra_info"]["case"]["collective"], []).append(entry)
-    winners: dict[str, list[str]] = {}
-    for kind, own in kinds.items():
-        case = largest_case(own)
-        winners.setdefault(first_place(fastest_of(case), case), []).append(kind.replace("_", "-"))
-    return sentence("", "; ".join(f"for {' and '.join(kinds)}, {said}" for said, kinds in winners.items()))
+def fastest_by(field: str) -> Answer:
+    """The fastest implementation by that field of the cases, such as "collective": of each of its values at the largest
+    case that several implementations have."""
+
+    def answer(entries: Sequence[Entry]) -> str:
+        kinds: dict[str, list[Entry]] = {}
+        for entry in entries:
+            kinds.setdefault(entry["extra_info"]["case"][field], []).append(entry)
+        winners: dict[str, list[str]] = {}
+        for kind, own in kinds.items():
+            case = largest_case(own)
+            winners.setdefault(first_place(fastest_of(case), case), []).append(kind.replace("_", "-"))
+        return sentence("", "; ".join(f"for {' and '.join(kinds)}, {said}" for said, kinds in winners.items()))
+
+    return answer
 
 
 def best_bucket(entries: Sequence[Entry]) -> str | None:

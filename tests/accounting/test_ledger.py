@@ -17,6 +17,7 @@ from impl.collectives.cases import CollectiveCase
 from impl.data_parallel.cases import ReductionCase
 from impl.data_parallel.workload import DataParallelStep
 from impl.fsdp.cases import FSDPCase
+from impl.layers.cases import LayersCase
 from impl.loss.cases import LossCase
 from impl.model import SIZES, TransformerSize
 from impl.model.mlp import MLP_SIZES
@@ -68,6 +69,7 @@ def test_bytes_are_an_int_that_keeps_its_entries() -> None:
 
 CASES = {
     "attention": AttentionCase(batch=2, seq=300, head_dim=32),
+    "layers": LayersCase("add_rms_norm", tokens=64, dim=32, dtype="float16"),
     "loss": LossCase(tokens=64, dim=32, vocab=500),
     "optimizer": OptimizerCase("tiny", clipping="in_step"),
     "collectives": CollectiveCase("reduce_scatter", MB),

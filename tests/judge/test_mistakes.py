@@ -1,6 +1,7 @@
 """Errors call each known mistake by its name."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from correctness.attention import accuracy as of_attention
 from correctness.attention.mistakes import mistakes as attention_mistakes
+from correctness.layers import accuracy as of_layers
+from correctness.layers.mistakes import mistakes as layers_mistakes
+from correctness.layers.operations import random_inputs
 from correctness.loss import accuracy as of_loss
 from correctness.loss.mistakes import mistakes as loss_mistakes
 from correctness.optim import training as of_optim
@@ -29,6 +33,17 @@ def attentions() -> Iterator[tuple[str, AssertionError]]:
             found = of_attention.results(wrong, [q, k, v, grad], is_causal)
             with pytest.raises(AssertionError) as caught:
                 of_attention.assert_accurate(found, [q, k, v, grad], is_causal)
+            yield name, caught.value
+
+
+def layers() -> Iterator[tuple[str, AssertionError]]:
+    torch.manual_seed(0)
+    for operation in ("add_rms_norm", "swiglu", "rotary"):
+        inputs = random_inputs(operation, 5, 8, "cpu", torch.float64)
+        inputs = replace(inputs, eps=0.1)
+        for name, wrong in layers_mistakes(inputs).items():
+            with pytest.raises(AssertionError) as caught:
+                of_layers.assert_accurate(wrong(inputs), inputs)
             yield name, caught.value
 
 
@@ -61,7 +76,7 @@ def steps_of_adamw() -> Iterator[tuple[str, AssertionError]]:
         yield name, caught.value
 
 
-@pytest.mark.parametrize("family", [attentions, losses, steps_of_adamw], ids=["attention", "loss", "optimizer"])
+@pytest.mark.parametrize("family", [attentions, layers, losses, steps_of_adamw], ids=lambda each: each.__name__)
 def test_a_known_mistake_is_called_by_its_name(family: Any) -> None:
     seen = dict(family())
     assert len(seen) >= 6

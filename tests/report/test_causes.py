@@ -1,9 +1,15 @@
 """Failures grouped by cause: a dtype is blamed for what fails in it alone."""
 
-import pytest
+import sys
+from pathlib import Path
 
-from shardmark.api.refusals import Feature, Refusable
-from shardmark.report.causes import causes
+import pytest
+import torch
+
+from impl.layers import Layers
+from shardmark.api import resolve
+from shardmark.api.refusals import Call, Feature, Ledger, Refusable
+from shardmark.report.causes import causes, snippet
 from shardmark.report.judgement import FAILED, PASSED, Check, Notes, Verdict
 
 HALF, FULL = Feature("dtypes", "float16"), Feature("dtypes", "float32")
@@ -31,3 +37,26 @@ def test_a_dtype_is_blamed_for_failures_that_are_seen_in_it_alone(reasons: list[
     found = causes(_verdict(*zip([HALF, HALF, FULL, FULL], reasons, strict=False)))
     assert [cause.refusable for cause in found if cause.refusable] == [blamed] * (blamed is not None)
     assert sum(len(cause.checks) for cause in found) == sum(map(bool, reasons))
+
+
+OWN = """
+class Mine:
+    def swiglu(self, gate, up):
+        return gate * gate.sigmoid() * up
+"""
+
+
+def test_a_methods_call_to_paste_calls_the_method_of_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "gated_by_method.py").write_text(OWN)
+    x = torch.ones(2, 3)
+    last = frozenset[Feature](), Call.of(Layers, (x, x), {}, "swiglu")
+    notes = Notes.read(Notes.of(Ledger(last=last), None, False).saved())
+    assert notes.call is not None and str(notes.call) == "swiglu: gate (2, 3) float32, up (2, 3) float32"
+    lines = snippet(resolve("layers", f"{file}:Mine"), notes.call)
+    assert lines[-2:] == ["print(mine().swiglu(gate, up))", "print(reference().swiglu(gate, up))"]
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    exec("\n".join(lines), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4 and printed[:2] == printed[2:]

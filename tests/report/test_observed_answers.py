@@ -49,7 +49,7 @@ def test_collectives_are_named_by_who_is_fastest() -> None:
         collective("backend", "all_gather", 1.0),
         collective("ring", "all_gather", 0.9, ("backend", 0.7, 0.9, 1.2)),
     ]
-    assert answer(answers.fastest_by_collective, *entries) == (
+    assert answer(answers.fastest_by("collective"), *entries) == (
         "For all-reduce, ring is fastest; for all-gather, which is fastest is undecided."
     )
 
@@ -61,9 +61,9 @@ def test_a_collectives_peer_without_a_row_may_be_fastest() -> None:
         (0.9, (0.7, 1.2), "which is fastest is undecided"),
     ):
         ring = of("ring", ratio, {"collective": "all_reduce"}, race=("backend", ends[0], ratio, ends[1]))
-        assert answer(answers.fastest_by_collective, ring) == f"For all-reduce, {said}."
+        assert answer(answers.fastest_by("collective"), ring) == f"For all-reduce, {said}."
     alone = of("ring", 1.0, {"collective": "all_reduce"})
-    assert answer(answers.fastest_by_collective, alone) == "For all-reduce, ring is the only one that was timed."
+    assert answer(answers.fastest_by("collective"), alone) == "For all-reduce, ring is the only one that was timed."
 
 
 def test_the_shortest_step_of_sizes_that_were_not_timed_in_turns_decides_nothing() -> None:

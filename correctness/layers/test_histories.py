@@ -1,0 +1,146 @@
+"""Random histories of calls of layers against eager: results are right, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from correctness.engine.calls import MODES, RunningCall, hold_calls, play
+from correctness.engine.examples import autocast_takes
+from correctness.layers.accuracy import TIMES, assert_accurate
+from correctness.layers.layouts import EXPANDED, LAYOUTS, laid_out
+from correctness.layers.operations import Inputs, call, gradients, leaves_of, random_inputs
+from impl.layers import OPERATIONS
+from shardmark.api import Implementation
+
+pytestmark = [pytest.mark.family("layers"), pytest.mark.usefixtures("poisoned")]
+
+DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Call:
+    """One random call: its sizes, values, layouts and dtypes, in which mode it is made, and how its backward runs."""
+
+    operation: str
+    rows: int
+    dim: int
+    lead: tuple[int, ...]
+    dtype: torch.dtype
+    wide_weight: bool
+    """Weight and tables are float32 beside half precision."""
+    scale: float
+    eps: float
+    layout: str
+    grads: str
+    mode: str
+    needs: int
+    """The number of the argument that alone requires a gradient; of a larger number all do."""
+    backward: str
+    later: bool
+    seed: int
+
+    def inputs(self, device: str) -> Inputs:
+        torch.manual_seed(self.seed)
+        drawn = random_inputs(self.operation, self.rows, self.dim, device, lead=self.lead)
+        first = next(iter(drawn.tensors))
+        tensors = drawn.tensors | {first: self.scale * drawn.tensors[first]}
+        half = self.dtype.itemsize == 2 and self.wide_weight
+        cast = replace(drawn, tensors=tensors, eps=self.eps).to(self.dtype, torch.float32 if half else None)
+        empty = not all(x.numel() for x in cast.tensors.values())
+        return cast if empty else laid_out(cast, self.layout, self.grads)
+
+    def needed(self, inputs: Inputs) -> list[str]:
+        return inputs.learned[self.needs : self.needs + 1] or inputs.learned
+
+    def __str__(self) -> str:
+        """Describe the call without its usual settings."""
+        weight = " with a weight or tables of float32" if self.wide_weight and self.dtype.itemsize == 2 else ""
+        words = [
+            f"{self.operation} of {self.rows} rows, dim {self.dim}, before them {self.lead}, {self.dtype}{weight}",
+            f"scale {self.scale}, eps {self.eps}",
+            f"layouts {self.layout or 'contiguous'} and {self.grads or 'contiguous'}",
+            self.mode,
+        ]
+        return ", ".join(words)
+
+
+HISTORIES = st.lists(
+    st.builds(
+        Call,
+        operation=st.sampled_from(list(OPERATIONS)),
+        rows=st.integers(0, 9) | st.sampled_from([16, 17, 33]),
+        dim=st.integers(1, 40) | st.sampled_from([63, 64, 65, 127, 129, 257, 1025]),
+        lead=st.sampled_from([(), (), (2,), (2, 3)]),
+        dtype=st.sampled_from(DTYPES),
+        wide_weight=st.booleans(),
+        scale=st.sampled_from([1.0, 1.0, 0.01, 100.0]),
+        eps=st.sampled_from([1e-5, 1e-6, 1e-2]),
+        layout=st.just("") | st.sampled_from(list(LAYOUTS)),
+        grads=st.just("") | st.sampled_from([*LAYOUTS, *EXPANDED]),
+        mode=st.just("gradients") | st.sampled_from(list(MODES)),
+        needs=st.integers(0, 5),
+        backward=st.sampled_from(["grad", "backward", "twice", "never"]),
+        later=st.booleans(),
+        seed=st.integers(0, 2**20),
+    ).filter(lambda call: autocast_takes(call.mode, call.dtype)),
+    min_size=1,
+    max_size=3,
+)
+
+
+class Running(RunningCall):
+    def __init__(self, layers: Any, asked: Call, device: str) -> None:
+        self.inputs = asked.inputs(device)
+        super().__init__(asked, self.inputs.tensors | self.inputs.grads)
+        needed = asked.needed(self.inputs) if self.waits or asked.mode == "no_grad" else []
+        with MODES[asked.mode](device):
+            self.leaves = leaves_of(self.inputs, needed)
+            self.found = call(layers, self.inputs, self.leaves)
+        tracked = any(x.requires_grad for x in self.found.values())
+        assert tracked == self.waits, f"of {asked}: a result {'requires' if tracked else 'does not require'} a gradient"
+        self._take({name: x.detach() for name, x in self.found.items()})
+        if not self.waits or asked.backward == "never":
+            self.waits = False
+            del self.found
+
+    def _take(self, found: dict[str, Tensor]) -> None:
+        """Check the results, and keep copies that must stay equal."""
+        assert_accurate(found, self.inputs, TIMES, f"of {self.call}: ")
+        self.results |= found
+        self.kept = {name: x.clone() for name, x in self.results.items()}
+
+    def backward(self) -> None:
+        """Run backward as the call asks; a second backward may raise an error."""
+        if self.call.backward == "backward":
+            used = [name for name, x in self.found.items() if x.requires_grad]
+            torch.autograd.backward([self.found[name] for name in used], [self.inputs.grads[name] for name in used])
+            for name, x in self.leaves.items():
+                assert (x.grad is not None) == x.requires_grad, f"of {self.call}: the gradient of {name} is {x.grad}"
+            self._take({f"grad_{name}": x.grad for name, x in self.leaves.items() if x.grad is not None})
+        else:
+            twice = self.call.backward == "twice"
+            self._take(gradients(self.found, self.leaves, self.inputs, retain_graph=twice))
+            if twice:
+                try:
+                    again = gradients(self.found, self.leaves, self.inputs)
+                except RuntimeError:
+                    again = {}
+                self._take(again)
+        self.waits = False
+        del self.found
+
+
+@pytest.mark.examples(12, 100, 1000)
+def test_any_history_of_calls_is_as_accurate_as_eager_and_changes_nothing_else(
+    implementation: Implementation, examples: int, device: str
+) -> None:
+    def run(events: list[Call]) -> list[Any]:
+        return play(events, lambda asked: Running(implementation.watched, asked, device), torch.Tensor.zero_)
+
+    hold_calls(HISTORIES, run, implementation, examples, device)
