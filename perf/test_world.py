@@ -17,6 +17,7 @@ from shardmark.meter.measure_case import shuffled
 from shardmark.meter.memory import Memory
 from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
 from shardmark.plugin.measure import Measure
+from shardmark.plugin.session import SESSION
 from shardmark.ranks.world import World
 from shardmark.report.answers import fastest
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.question("What does a test on two real ranks cost?", sh
 
 RANKS = 2
 SPAWNS = 8  # of seconds each: the fewest that a 95% interval can be told from
+FEW = 2  # at smoke scale, which tells none
 ROUNDS = 20  # enough for a verdict among hundreds
 CALLED = {
     "spawn": "a test that spawns its ranks",
@@ -69,8 +71,9 @@ def fresh() -> None:
 
 
 @pytest.fixture(scope="module")
-def times() -> dict[str, dict[str, list[Laps]]]:
+def times(pytestconfig: pytest.Config) -> dict[str, dict[str, list[Laps]]]:
     """Paired times by way: spawn and warm each beside fresh in the same rounds, and fresh beside spawn."""
+    spawns = FEW if pytestconfig.stash[SESSION].scale == "smoke" else SPAWNS
     fresh()  # starts the forkserver
     with World(RANKS) as world:
 
@@ -80,7 +83,7 @@ def times() -> dict[str, dict[str, list[Laps]]]:
         ways: dict[str, Callable[[], None]] = {"spawn": spawn, "fresh": fresh, "warm": warm}
         warm()
         laps: dict[str, dict[str, list[Laps]]] = {}
-        for way, rounds in (("spawn", SPAWNS), ("warm", ROUNDS)):
+        for way, rounds in (("spawn", spawns), ("warm", ROUNDS)):
             laps[way] = {IMPLEMENTATION: [], PEER: []}
             for _ in range(rounds):
                 for name in shuffled([IMPLEMENTATION, PEER]):

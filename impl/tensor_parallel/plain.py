@@ -48,4 +48,10 @@ def parallelize_plain(model: Decoder, mesh: DeviceMesh) -> nn.Module:
     return TensorParallelDecoder(model, mesh, Plain(mesh.get_group()))
 
 
-register("tensor_parallel", "plain", parallelize_plain, called="tensor parallelism")
+register(
+    "tensor_parallel",
+    "plain",
+    parallelize_plain,
+    tested_briefly=True,  # `sequence` is the same, with the sequence cut between its products
+    called="tensor parallelism",
+)
