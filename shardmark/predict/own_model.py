@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from traceback import walk_tb
@@ -51,6 +52,8 @@ def _followed(label: str, spec: str, recipe: Recipe, kernels: bool) -> OwnModel:
         made = make(spec, "cpu")
         # The counter is a mode of the dispatcher, under which PyTorch compiles nothing, and later no more either.
         eager = torch.compiler.set_stance("force_eager")
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Using `torch.compile")  # it counts by hooks on all modules
         with eager, FlopCounterMode(display=False) as counter, _noticing_checkpoints() as checkpoints:
             loss = made.loss(made.module, *made.batch)
             _check_loss(label, made, loss)

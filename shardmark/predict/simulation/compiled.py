@@ -127,8 +127,13 @@ def compiling_graphs(past_kernels: Callable[[], Any], allocate: Allocate, launch
     compiling = torch._TorchCompileInductorWrapper.__call__
 
     def traced(wrapper: CatchErrorsWrapper, *args: Any) -> Any:
-        with past_kernels():
-            return catching(wrapper, *args)
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)  # warnings are for those who run the program
+        try:
+            with past_kernels():
+                return catching(wrapper, *args)
+        finally:
+            logging.disable(before)
 
     def to_graphs(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         from torch._inductor import compile_fx, config  # which takes a second
@@ -146,8 +151,6 @@ def compiling_graphs(past_kernels: Callable[[], Any], allocate: Allocate, launch
         stack.enter_context(dynamo)
         stack.enter_context(patch.object(CatchErrorsWrapper, "__call__", traced))
         stack.enter_context(patch.object(torch._TorchCompileInductorWrapper, "__call__", to_graphs))
-        # Its warnings are for those who run the program.
-        stack.enter_context(patch.object(logging.getLogger("torch._dynamo"), "level", logging.ERROR))
         _forget()
         _SIMULATED.append((allocate, launch))
         try:
