@@ -19,6 +19,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns_apart": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
     "rows_inside": lambda x: x.mT.contiguous().mT,
     "odd_offset": lambda x: torch.cat([x[..., :1], x], dim=-1)[..., 1:],
+    "rows_of_more": lambda x: torch.cat([x, x], dim=-2)[..., : x.shape[-2], :],
     "one_for_all_sequences": lambda x: x[:1].expand_as(x) if x.ndim > 2 else x,
     "one_for_all_rows": lambda x: x[..., :1, :].expand_as(x),
 }

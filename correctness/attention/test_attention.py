@@ -190,7 +190,7 @@ def test_takes_grouped_query_heads(
 
 
 NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
-    **{how: LAYOUTS[how] for how in ("heads_inside", "columns_apart", "rows_inside", "odd_offset")},
+    **{how: LAYOUTS[how] for how in ("heads_inside", "columns_apart", "rows_inside", "odd_offset", "rows_of_more")},
     # one projection for q, k and v
     "one_projection": lambda x: torch.cat([x, x, x], dim=-1)[..., x.shape[-1] : 2 * x.shape[-1]],
 }
@@ -202,6 +202,14 @@ def test_takes_non_contiguous_inputs(implementation: Implementation, how: str, d
     inputs = [NON_CONTIGUOUS[how](x) for x in _inputs("many_leading_dims", dtype, device)]
     assert not any(x.is_contiguous() for x in inputs)
     assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
+
+
+@pytest.mark.parametrize("how", NON_CONTIGUOUS)
+def test_takes_one_query_of_non_contiguous_grouped_heads(implementation: Implementation, how: str, device: str) -> None:
+    """A decoder's query may be the first of several, so that the stride of its heads is not that of its rows."""
+    inputs = random_inputs((2, 4, 3, 16), (2, 2, 33, 16), torch.float32, device)
+    q, k, v, grad = (NON_CONTIGUOUS[how](x) for x in inputs)
+    assert_as_accurate_as_eager(implementation.watched, [q[..., :1, :], k, v, grad[..., :1, :]], is_causal=False)
 
 
 OF_THE_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from correctness.attention.textbook import Flash, checked, flash_backward, flash_forward, future, scores_of
 from correctness.support.planting import defect
-from impl.attention import check_inputs, eager_attention
+from impl.attention import check_inputs, eager_attention, kv_group
 
 
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
@@ -127,3 +127,26 @@ class AddsTilesInHalf(Flash):
         for first in range(0, keys.shape[-2], 64):
             of_q += (of_scores[..., first : first + 64] @ keys[..., first : first + 64, :]).to(q.dtype)
         return of_q, *of_keys, None
+
+
+@defect(cause="shapes", caught_by="test_takes_one_query_of_non_contiguous_grouped_heads")
+def heads_of_a_group_as_rows(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """pytorch/pytorch#186434: reads the heads of a group as the queries of one, by the stride of q's rows."""
+    check_inputs(q, k, v)
+    group = kv_group(q, k)
+    if q.shape[-2] > 1 or group == 1 or is_causal:
+        return eager_attention(q, k, v, is_causal=is_causal)
+    rows = q.unflatten(-3, (-1, group))[..., 0, :]  # (..., kv_heads, group, head_dim)
+    rows = rows.as_strided(rows.shape, (*rows.stride()[:-2], q.stride(-2), q.stride(-1)))
+    return eager_attention(rows, k, v).reshape(q.shape)
+
+
+@defect(cause="masks", caught_by="test_is_as_accurate_as_eager")
+def keys_counted_in_their_split(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """tile-ai/TileOPs#13: without gradients splits the keys of few queries, and masks by the key's number in its
+    split."""
+    if torch.is_grad_enabled() or q.shape[-2] > 16 or not is_causal:
+        return eager_attention(q, k, v, is_causal=is_causal)
+    q, k, v = checked(q, k, v)
+    parts = [scores_of(q, part, is_causal) for part in k.split(256, dim=-2)]
+    return torch.cat(parts, dim=-1).softmax(-1) @ v

@@ -18,7 +18,7 @@ CHANGES = (
     None, None, None, "weights in place", "a state_dict", "a state_dict assigned", "parameters replaced", "copied",
     "freeze the first block", "thaw all", "no mode is set",
 )  # fmt: skip
-PLACES = ("itself", "itself", "in a tuple", "in a dict")
+PLACES = ("itself", "itself", "in a tuple", "in a dict", "in a list", "in an object")
 LAYOUTS = ("contiguous", "contiguous", "transposed", "expanded", "another batch")
 WAYS = ("backward", "backward(inputs=some)", "grad of all", "grad of some")
 
@@ -151,7 +151,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, *args: Any, flag: bool = False, **kwargs: Any) -> Tensor:
         hidden = nn.functional.gelu(self.up(x))
         for each in tree_leaves([args, kwargs]):
-            hidden = hidden * each if isinstance(each, Tensor) else hidden
+            scale = getattr(each, "scale", each)
+            hidden = hidden * scale if isinstance(scale, Tensor) else hidden
         return self.down(self.part(hidden)) + (x if flag else 0)
 
 

@@ -63,6 +63,8 @@ class Recomputed(torch.autograd.Function):
 
 def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     flat, spec = tree_flatten((args, kwargs))
+    if any(hasattr(x, "__dict__") and not isinstance(x, Tensor) for x in flat):
+        return type(block).forward(block, *args, **kwargs)  # an object may hold tensors, which no Function sees
     where = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
     tensors = [flat[i] for i in where]
     others = [None if isinstance(x, Tensor) else x for x in flat]

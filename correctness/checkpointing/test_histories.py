@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,7 +156,14 @@ def _forward(model: Model, history: History, each: Pass, leaves: dict[str, Tenso
 
 
 def _placed(x: Tensor, place: str) -> Any:
-    return {"itself": x, "in a tuple": (None, x), "in a dict": {"scale": x, "name": "a"}}[place]
+    named = {"scale": x, "name": "a"}
+    return {
+        "itself": x,
+        "in a tuple": (None, x),
+        "in a list": [x, None],
+        "in a dict": named,
+        "in an object": SimpleNamespace(**named),
+    }[place]
 
 
 def _backward(number: int, each: Pass, output: Tensor, named: dict[str, Tensor], device: str) -> list[Result]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -167,6 +168,20 @@ def tensors_in_containers_detached(model: nn.Module) -> nn.Module:
 
     def cut(x: Any) -> Any:
         return x if isinstance(x, Tensor) else tree_map_only(Tensor, Tensor.detach, x)
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        run = recomputed(forward)
+        return lambda *args, **kwargs: run(*map(cut, args), **{name: cut(x) for name, x in kwargs.items()})
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
+def tensors_in_objects_detached(model: nn.Module) -> nn.Module:
+    """pytorch/pytorch#124725: sees tensors in tuples, lists and dicts; those in other objects get no gradient."""
+
+    def cut(x: Any) -> Any:
+        return SimpleNamespace(**tree_map_only(Tensor, Tensor.detach, vars(x))) if hasattr(x, "scale") else x
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         run = recomputed(forward)

@@ -50,12 +50,14 @@ def test_a_sparse_gradient_is_an_error_or_what_it_stands_for(implementation: Imp
     p = start.clone().requires_grad_()
     try:
         optimizer = implementation.watched([p])
-        for sparse in (grad.to_sparse(), torch.sparse_coo_tensor(*twice, size=(3,), check_invariants=True)):
+        repeated = torch.sparse_coo_tensor(*twice, size=(3,), check_invariants=True)
+        for sparse in (grad.to_sparse(), repeated, (0 * grad).to_sparse()):  # the last has no entries, and is zero
             p.grad = sparse
             optimizer.step()
     except Exception:
         return
-    assert_near(p.detach(), train(AdamW, [start], [[grad]] * 2)[0], 1e-12, "a parameter with a sparse gradient")
+    expected = train(AdamW, [start], [[grad], [grad], [0 * grad]])[0]
+    assert_near(p.detach(), expected, 1e-12, "a parameter with a sparse gradient")
 
 
 def test_complex_parameters_are_an_error_or_pairs(

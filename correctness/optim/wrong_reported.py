@@ -59,6 +59,15 @@ class SquaresBeforeItSums(Simple):
         super().update(p, dense, group)
 
 
+@defect(cause="gradients", caught_by="test_a_sparse_gradient")
+class SkipsAnEmptySparseGradient(Simple):
+    """pytorch/pytorch#82486: a sparse gradient without entries, which is zero, counts as none."""
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        if not grad.is_sparse or grad._nnz():
+            super().update(p, grad.to_dense() if grad.is_sparse else grad, group)
+
+
 @defect(cause="state", caught_by="test_a_loaded_state_is_the_saved_one")
 class LoadsRoundedMoments(Simple):
     """facebookresearch/fairscale#50: moments are float32, and torch's `load_state_dict` casts them to the parameters'

@@ -14,8 +14,8 @@ class Policy(Protocol):
     """`policy(model) -> model`: the same object, whose blocks save less for backward from then on.
 
     `model.blocks` is an `nn.ModuleList` that the model's forward iterates over. Each block takes the output of the one
-    before, and perhaps further arguments, positional or by name, tensors, tuples and dicts of them, or others, the same
-    for all.
+    before, and perhaps further arguments, positional or by name, the same for all: tensors, tuples, lists, dicts and
+    other objects that hold tensors, or others.
 
     Must:
 

@@ -25,9 +25,9 @@ class Loss(Protocol):
 
     Must:
 
-    - Loss and gradients are as accurate as eager's: at most twice the error, against float64. Steps after the logits
-      are in float32 or more, and so is the loss; gradients have their inputs' dtypes. Under autocast hidden and weight
-      may each be float32 or of autocast's dtype.
+    - Loss and gradients are as accurate as eager's: at most twice the error, against float64, also where all logits
+      share a large offset. Steps after the logits are in float32 or more, and so is the loss; gradients have their
+      inputs' dtypes. Under autocast hidden and weight may each be float32 or of autocast's dtype.
     - Calls are independent: no input changes, nothing that a call returned changes later, and other calls may come
       between one's forward and its backward. The loss is the same without gradients.
     - A second derivative, a second backward pass, or one after an input has changed in place, is right or raises an
