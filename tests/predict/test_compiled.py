@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
-from torch.nn.functional import gelu, layer_norm
+from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 
 from shardmark.api.registry import Unsupported, family
 from shardmark.meter.hardware import hardware
@@ -108,7 +109,9 @@ def test_products_take_as_long() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("name", ["whole", "blocks", "with_loss", "checkpointed", "dropping", "in_bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["whole", "blocks", "with_loss", "checkpointed", "dropping", "fused_attention", "in_bfloat16"]
+)
 def test_its_bytes_are_those_of_a_real_run(name: str) -> None:
     """Recomputed blocks may run in another order than Inductor chooses."""
     plan = plan_of(name)
@@ -146,6 +149,51 @@ def test_afterwards_real_code_runs() -> None:
     with simulation():
         compiled(torch.ones(3))
     assert compiled(torch.ones(3)) == 6
+
+
+def test_no_simulation_leaves_its_kernels_to_the_next() -> None:
+    """PyTorch remembers which kernel an operator has; a GPU's rules give attention others."""
+    q = torch.ones(1, 2, 128, 64, requires_grad=True)
+    attend = torch.compile(partial(scaled_dot_product_attention, is_causal=True), backend="aot_eager")
+    called: list[set[str]] = []
+    for on in ("cpu", "h100-80gb", "cpu"):
+        where = {} if on == "cpu" else {"on": hardware(on)}
+        with simulation(**where), profile(activities=[ProfilerActivity.CPU]) as profiler:
+            attend(q, q, q)
+        called.append({event.name for event in profiler.events() if "flash" in event.name})
+    attend(q, q, q).sum().backward()
+    assert called[0] == called[2] != called[1] and q.grad is not None
+
+
+def test_a_sum_over_no_rows_is_compiled() -> None:
+    with simulation():
+        assert torch.compile(lambda x: x.sum(0) + 1)(torch.ones(0, 4)).shape == (4,)
+
+
+def test_dynamic_shapes_are_those_of_the_step() -> None:
+    with simulation():
+        assert torch.compile(lambda x: x + 1, dynamic=True)(torch.ones(4, 8)).shape == (4, 8)
+
+
+def test_compilation_that_fails_says_so_in_one_line() -> None:
+    def breaks(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    marked = torch.ones(4, 8)
+    torch._dynamo.mark_dynamic(marked, 0)
+    for function, options, x, why in (
+        (
+            breaks,
+            {"fullgraph": True},
+            torch.ones(4, 8),
+            r"torch\.compile: Unsupported: Call to `torch._dynamo.graph_break",
+        ),
+        (torch.sin, {}, marked, "no dynamic shapes"),
+    ):
+        with simulation(), pytest.raises(Unsupported, match=why) as caught:
+            torch.compile(function, **options)(x)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_graph_that_breaks_goes_on_in_parts() -> None:

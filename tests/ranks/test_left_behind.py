@@ -80,7 +80,7 @@ def test_a_call_that_leaves_nothing_warns_of_nothing(pair: World) -> None:
 def test_a_stopped_rank_does_not_hold_what_is_sent_to_it(pair: World) -> None:
     os.kill(pair.pids[1], signal.SIGSTOP)
     begin = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 of 2 had not answered after 1\.\d s"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 had not answered after \d+\.\d s"):
         pair.run(size_of, bytes(2**23), deadline=1)
     assert time.monotonic() - begin < 1 + 3 * GRACE
 

@@ -5,17 +5,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, HEADS, WORDS = 128, 4, 500
 
 
 class Block(nn.Module):
-    """(rows, context, WIDTH) -> the same: attention written out, and a feed-forward network."""
+    """(rows, context, WIDTH) -> the same: attention, written out or `fused`, and a feed-forward network."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, fused: bool) -> None:
         super().__init__()
+        self.fused = fused
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.attended = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -24,9 +25,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, context, _ = x.shape
         q, k, v = self.qkv(self.first(x)).view(rows, context, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        hidden = torch.ones(context, context, dtype=torch.bool).triu(1)
-        scores = (q @ k.transpose(-1, -2) / 8).masked_fill(hidden, float("-inf"))
-        out = self.dropout(scores.softmax(-1)) @ v
+        if self.fused:
+            out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            hidden = torch.ones(context, context, dtype=torch.bool).triu(1)
+            scores = (q @ k.transpose(-1, -2) / 8).masked_fill(hidden, float("-inf"))
+            out = self.dropout(scores.softmax(-1)) @ v
         x = x + self.dropout(self.attended(out.transpose(1, 2).reshape(x.shape)))
         return x + self.dropout(self.down(gelu(self.up(self.second(x)))))
 
@@ -34,10 +38,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Tokens (rows, context) -> logits (rows, context, WORDS)."""
 
-    def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0, checkpointed: bool = False, fused: bool = False) -> None:
         super().__init__()
         self.embedding, self.output = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.layers = nn.ModuleList(Block(dropout, fused) for _ in range(3))
         self.checkpointed = checkpointed
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -83,6 +87,10 @@ def checkpointed() -> dict[str, Any]:
 
 def dropping() -> dict[str, Any]:
     return _made(Net(dropout=0.1))
+
+
+def fused_attention() -> dict[str, Any]:
+    return _made(Net(fused=True))
 
 
 def eager_in_bfloat16() -> dict[str, Any]:

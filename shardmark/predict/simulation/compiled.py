@@ -17,21 +17,23 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo
-from torch import fx
+from torch import Tensor, fx
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.convert_frame import CatchErrorsWrapper, input_codes
 from torch._dynamo.eval_frame import skip_code
-from torch._ops import HigherOrderOperator
+from torch._dynamo.exc import TorchDynamoException
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from shardmark.api.registry import Unsupported
+from shardmark.api.requirements import error_line
 from shardmark.predict.simulation.costs import Cost
 from shardmark.predict.simulation.fusion import Kernel, kernels_of
 
 T = TypeVar("T")
 
-MANY = 10_000
-"""Recompile limit: above PyTorch's own limit of 8 a program is eager, without a word."""
+RECOMPILE_LIMIT = 10_000
+"""Above PyTorch's own limit of 8 a program is eager, without a word."""
 
 Allocate = Callable[[Any], Any]
 """Allocates tensors like these, without values."""
@@ -55,6 +57,8 @@ class Compiled:
 
     def __call__(self, args: list[Any]) -> Any:
         """Return the graph's results; empties `args`."""
+        if not _SIMULATED:
+            raise RuntimeError("this graph was compiled in a simulation, which is over")
         allocate, launch = _SIMULATED[-1]
         known: dict[fx.Node, Any] = dict(zip(self._inputs, args, strict=True))
         args.clear()
@@ -121,8 +125,8 @@ def untraced(function: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def compiling_graphs(past_kernels: Callable[[], Any], allocate: Allocate, launch: Launch) -> Iterator[None]:
-    """In the block code is compiled to graphs that a simulation runs. Code that was compiled before is compiled again,
-    and so is afterwards what was compiled in the block."""
+    """In the block code is compiled to graphs that a simulation runs. Code compiled before is compiled again in it, and
+    code compiled in it is compiled again afterwards."""
     catching = CatchErrorsWrapper.__call__
     compiling = torch._TorchCompileInductorWrapper.__call__
 
@@ -130,8 +134,10 @@ def compiling_graphs(past_kernels: Callable[[], Any], allocate: Allocate, launch
         before = logging.root.manager.disable
         logging.disable(logging.WARNING)  # warnings are for those who run the program
         try:
-            with past_kernels():
+            with past_kernels(), torch._dynamo.config.patch(assume_static_by_default=True):
                 return catching(wrapper, *args)
+        except TorchDynamoException as error:
+            raise _in_one_line(error) from None
         finally:
             logging.disable(before)
 
@@ -145,7 +151,7 @@ def compiling_graphs(past_kernels: Callable[[], Any], allocate: Allocate, launch
             return compiling(wrapper, *args, **kwargs)
 
     dynamo = torch._dynamo.config.patch(
-        recompile_limit=MANY, accumulated_recompile_limit=MANY, automatic_dynamic_shapes=False
+        recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT, automatic_dynamic_shapes=False
     )
     with ExitStack() as stack:
         stack.enter_context(dynamo)
@@ -162,6 +168,8 @@ def compiling_graphs(past_kernels: Callable[[], Any], allocate: Allocate, launch
 
 def _graph(graph: fx.GraphModule, examples: Sequence[Any], *, is_backward: bool = False, **options: Any) -> Compiled:
     """In place of the function by which Inductor generates a graph's code."""
+    if any(isinstance(each, torch.SymInt) or _is_dynamic(each) for each in examples):
+        raise Unsupported("a simulation has no dynamic shapes, which torch.compile was asked for")
     context = torch._guards.TracingContext.try_get()
     donated = None
     if is_backward and context is not None and torch._functorch.config.donated_buffer:
@@ -169,6 +177,22 @@ def _graph(graph: fx.GraphModule, examples: Sequence[Any], *, is_backward: bool 
     return Compiled(graph, donated or ())
 
 
+def _is_dynamic(example: Any) -> bool:
+    return isinstance(example, Tensor) and any(isinstance(size, torch.SymInt) for size in example.shape)
+
+
+def _in_one_line(error: TorchDynamoException) -> Unsupported:
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, Unsupported):
+        return inner
+    return Unsupported(f"torch.compile: {error_line(error)}")
+
+
 def _forget() -> None:
+    """Forget compiled code, and which kernels operators have: a simulation registers others."""
     if input_codes.seen:
         torch._dynamo.reset()
+    for packet in list(vars(torch.ops.aten).values()):
+        for overload in list(getattr(packet, "__dict__", {}).values()):
+            if isinstance(overload, OpOverload):
+                overload._dispatch_cache.clear()

@@ -126,8 +126,7 @@ class _Fusion:
                 if _base(node) in self._stage and not all(map(_is_fused, _uses(node))):
                     found.append(Kernel([node], node.all_input_nodes))
             elif not _is_fused(node) and node.op != "placeholder":
-                bases = [_base(each) for each in node.all_input_nodes]
-                found.append(Kernel([node], [*node.all_input_nodes, *bases]))
+                found.append(Kernel([node], node.all_input_nodes))
         return self._in_order(found)
 
     def _in_order(self, kernels: list[Kernel]) -> list[Kernel]:
@@ -227,9 +226,9 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the value is a view, or one of several that an operator returns."""
+    """Whether the value is a view, or one of several that a fused operator returns."""
     if not isinstance(node.target, OpOverload):
-        return node.target is getitem
+        return node.target is getitem and _is_fused(node.all_input_nodes[0])
     returns = node.target._schema.returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
@@ -261,4 +260,4 @@ def _is_of_rows(node: fx.Node, shape: torch.Size) -> bool:
     large = [d for d, size in enumerate(shape) if size > 1]
     reduced = {d % len(shape) for d in dims} if len(shape) else set()
     kept = [d for d in large if d not in reduced]
-    return prod(shape[d] for d in reduced) == 1 or not kept or max(kept) < min(d for d in large if d in reduced)
+    return prod(shape[d] for d in reduced) <= 1 or not kept or max(kept) < min(d for d in large if d in reduced)
