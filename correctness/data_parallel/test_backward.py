@@ -81,6 +81,24 @@ def test_a_second_backward_before_synchronizing_counts_or_is_an_error(
     return wrong_averages(model, _own(1, 2), "after two backward passes and one synchronization")
 
 
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["set to None", "zeroed in place"])
+@on_every_rank
+def test_a_pass_whose_gradients_are_cleared_does_not_count_or_the_next_is_an_error(
+    implementation: Implementation, set_to_none: bool, device: str
+) -> list[str]:
+    """As where a step is skipped: what a wrapper noted or sent in backward is not what `.grad` is then."""
+    model = _model(implementation, device)
+    try:
+        _backward(model, 1, device)
+        model.module.zero_grad(set_to_none=set_to_none)
+        _backward(model, 2, device)
+        model.finish_gradient_synchronization()
+    except RuntimeError:
+        return []
+    when = f"after a pass, zero_grad(set_to_none={set_to_none}), another pass and one synchronization"
+    return wrong_averages(model, _own(2), when)
+
+
 def _not_local(model: Any, *steps: int) -> list[str]:
     own = _own(*steps)(dist.get_rank())
     return [

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.distributed import broadcast_state, check_same_module
+from impl.distributed import backward_twice, broadcast_state, check_same_module
 
 
 class Plain(nn.Module):
@@ -87,6 +87,8 @@ class Overlapped(Plain):
         return on_gradient
 
     def on_gradient(self, parameter: nn.Parameter) -> None:
+        if parameter in self.ready:  # its first gradient is being communicated
+            raise backward_twice()
         if self.synchronizing:
             self.ready.add(parameter)
             while len(self.handles) < len(self.order) and self.order[len(self.handles)] in self.ready:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from correctness.data_parallel.wrappers import Overlapped, Plain
 from correctness.support.planting import defect
@@ -182,6 +182,10 @@ class StateThatOutlivesIt(Plain):
 class LosesASecondBackward(Overlapped):
     """InfiniTensor/InfiniTrain#213: sends a copy of each gradient once; what a second backward adds is lost."""
 
+    def on_gradient(self, parameter: nn.Parameter) -> None:
+        if parameter not in self.ready:
+            super().on_gradient(parameter)
+
     def launch(self, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -193,6 +197,28 @@ class LosesASecondBackward(Overlapped):
         for handle, p, copy in zip(self.handles, self.order, self.__dict__.pop("copies"), strict=True):
             handle.wait()
             p.grad.copy_(copy / self.size)
+
+
+@defect(cause="gradients", caught_by="test_a_pass_whose_gradients_are_cleared_does_not_count")
+class CountsClearedGradients(Overlapped):
+    """horovod/horovod#1417: a gradient handed over in backward is part of the next average, also where the user has
+    cleared it."""
+
+    def start(self) -> None:
+        super().start()
+        self.handed: dict[nn.Parameter, Tensor] = {}
+
+    def on_gradient(self, parameter: nn.Parameter) -> None:
+        if self.synchronizing:
+            self.handed[parameter] = parameter.grad + self.handed.get(parameter, 0)
+            parameter.grad = None
+
+    def finish_gradient_synchronization(self) -> None:
+        if self.synchronizing:
+            for p, gradient in self.handed.items():
+                p.grad = gradient if p.grad is None else p.grad + gradient
+            self.handed.clear()
+            self.average(self.order[::-1])
 
 
 @defect(cause="gradients", caught_by="test_gradients_of_large_parameters")

@@ -180,8 +180,15 @@ class Bare(Plain):
 
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__(stage, stages)
-        if stage == 1 and stages > 2:
-            self.norm, self.inner, self.outer = nn.Identity(), nn.Identity(), Widened(width(2))
+        if stage == 1:
+            self.norm, self.inner, self.outer = nn.Identity(), nn.Identity(), Widened(self.outer.out_features)
+
+
+class InDouble(Plain):
+    """The first stage is of float32; the others, and with them the loss, are of float64."""
+
+    def passed(self, x: Tensor) -> Tensor:
+        return super().passed(x if self.embedding is not None else x.double())
 
 
 class Widened(nn.Module):
@@ -204,6 +211,8 @@ class Kind:
     of: type[Plain]
     steps: int = 3
     dtype: torch.dtype = torch.float64
+    first: torch.dtype | None = None
+    """The dtype of the first stage, where it is another one."""
     within: float = 1e-12
 
 
@@ -221,6 +230,7 @@ KINDS = {
     "used_twice": Kind(UsedTwice),
     "hook_on_its_input": Kind(Hooked),
     "without_parameters": Kind(Bare),
+    "of_two_dtypes": Kind(InDouble, first=torch.float32, within=1e-5),
 }
 
 
@@ -228,7 +238,7 @@ def build(kind: str, device: str, stage: int, stages: int) -> nn.Module:
     """A stage with the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(50 + stage)
-        module = KINDS[kind].of(stage, stages).to(KINDS[kind].dtype)
+        module = KINDS[kind].of(stage, stages).to((stage == 0 and KINDS[kind].first) or KINDS[kind].dtype)
         if isinstance(module, Tied) and stage == stages - 1:
             torch.manual_seed(50)
             module.head.weight.data.copy_(KINDS[kind].of(0, stages).double().embedding.weight.data)  # type: ignore[union-attr]

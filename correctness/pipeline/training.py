@@ -101,6 +101,9 @@ def differences(ranks: Sequence[Trained], expected: Trained) -> Iterator[str]:
     """A line for each difference from one process."""
     for rank, own in enumerate(ranks):
         yield from differences_on(rank, own, expected)
+    for step, losses in enumerate(zip(*(own.losses for own in ranks), strict=True)):
+        if not max(losses) - min(losses) <= KINDS["plain"].within * abs(losses[0]):
+            yield f"the loss of step {step} is not the same number on every rank: {', '.join(map(repr, losses))}"
     missing = expected.parameters.keys() - {name for own in ranks for name in own.parameters}
     yield from (f"no rank has {name}" for name in sorted(missing))
 
@@ -117,7 +120,7 @@ def differences_on(rank: int, own: Trained, expected: Trained) -> Iterator[str]:
             yield from _difference(f"the gradient of {name} on rank {rank}", found, right, expected.within)
     for step, (returned, right_loss) in enumerate(zip(own.losses, expected.losses, strict=True)):
         if not abs(returned - right_loss) <= (LATER if step else 1) * expected.within * abs(right_loss):
-            yield f"the loss of step {step} on rank {rank} is {returned:.8g}, not {right_loss:.8g}"
+            yield f"the loss of step {step} on rank {rank} is {returned:.12g}, not {right_loss:.12g}"
     for name, found in own.parameters.items():
         yield from _difference(
             f"{name} on rank {rank} at the end", found, expected.parameters[name], LATER * expected.within

@@ -1,18 +1,21 @@
-"""Defects of pipelines' runners as public trackers report: weights used twice, hooks on inputs, unused outputs."""
+"""Defects of pipelines' runners as public trackers report: weights used twice, hooks on inputs, unused outputs,
+messages and losses in a wrong dtype."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from correctness.pipeline.wrong import Planted
+from correctness.pipeline.wrong import Planted, parameters_of
 from correctness.support.planting import defect
 from impl.pipeline import zero_bubble
 from impl.pipeline.actions import Action
 from impl.pipeline.deferred import Later
+from impl.pipeline.runner import Tensors
 
 
 class _TwiceForEarlierUses(Later):
@@ -89,3 +92,26 @@ class SendsWholeNumbersAsFloats(Planted):
 
         with patch.object(self.exchange, "leave", in_one_dtype):
             super()._forward(action)
+
+
+class _RoundsTheLoss(Planted):
+    default: torch.dtype
+
+    def step(self, inputs: Sequence[Tensors], targets: Sequence[Any]) -> Tensor:
+        dtype = next((parameter.dtype for parameter in parameters_of(self)), self.default)
+        return super().step(inputs, targets).to(dtype)
+
+
+@defect(cause="numerics", caught_by="test_steps_are_those_of_one_process[RoundsTheLossWithoutParameters-pp2-without")
+class RoundsTheLossWithoutParameters(_RoundsTheLoss):
+    """deepspeedai/DeepSpeed#4726: a rank takes the loss to be of the dtype of its own stages' parameters, and where
+    they have none, of PyTorch's default dtype."""
+
+    default = torch.float32
+
+
+@defect(cause="numerics", caught_by="test_steps_are_those_of_one_process[RoundsTheLossToItsParameters-pp2-of_two")
+class RoundsTheLossToItsParameters(_RoundsTheLoss):
+    """The same, right where a stage has no parameters."""
+
+    default = torch.float64

@@ -22,10 +22,10 @@ class DataParallelWrapper(Protocol):
     - Wrapping gives every rank of the process group the parameters and buffers of the group's first rank, bit for bit,
       and draws no random numbers.
     - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
-      parameter's `.grad` is the average over the group's ranks of what backward passes added to it, in its shape and
-      dtype, as exact as that dtype allows, and bitwise equal on every rank: in whatever order gradients arrive, however
-      late a rank is, whatever accumulated before. A second backward outside of `no_sync` before it counts too, or is a
-      RuntimeError.
+      parameter's `.grad` is the average over the group's ranks of what backward passes added to it since it was
+      cleared, in its shape and dtype, as exact as that dtype allows, and bitwise equal on every rank: in whatever order
+      gradients arrive, however late a rank is, whatever accumulated before. A second backward outside of `no_sync`
+      before it counts too, or is a RuntimeError, also where gradients are cleared between the two.
     - A gradient that a rank lacks counts as zero; if no rank has one, `.grad` is None or zeros. Frozen parameters have
       none, and tied ones one.
     - Inside `no_sync()` gradients stay local, are not communicated, and count in the next average. An error ends it as
