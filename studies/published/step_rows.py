@@ -93,6 +93,7 @@ SIZES = {
 Test = tuple[str, str, str]
 """A regular expression for the source, one for "column=value" of any column, and why such a row has no training."""
 UNKNOWN: tuple[Test, ...] = (
+    ("", "compile=(yes|loss)", "compiled: its kernels are the compiler's"),
     ("", "compute_dtype=(float8|FP8)", "float8 linears, whose casts are the library's own kernels"),
     ("", "model=.*LoRA|torchtune", "LoRA: adapters' ranks and places are not said"),
     ("", "model=.*(MoE|GPT-OSS)", "a mixture of experts: which tokens an expert gets is not said"),
@@ -161,7 +162,6 @@ def _training(row: Row, rest: dict[str, Any]) -> Training:
         per_node=min(ranks, int(row["gpus_per_node"] or 8)),
         master=rest.get("master", FP32),
         reduce=DTYPES.get(row["reduce_dtype"]) or rest.get("reduce", BF16),
-        compiled=row["compile"] == "yes",
         checkpoint_every={"full": 1, "selective layer": 2, "selective op": 1}.get(checkpoints, 0),
         saves_operators=checkpoints == "selective op",
         optimizer="fused" if row["optimizer_impl"] == "fused" else rest.get("optimizer", "foreach"),
@@ -242,3 +242,10 @@ def _flops(training: Training) -> float:
 def every() -> list[Published]:
     """Rows whose program can be written."""
     return [found for line, row in numbered() if (found := published_of(line, row)) is not None]
+
+
+@cache
+def compiled() -> list[Published]:
+    """Rows whose blocks are compiled and whose program can be written otherwise. No number is fitted to them."""
+    found = [published_of(line, row | {"compile": "no"}) for line, row in numbered() if row["compile"] == "yes"]
+    return [replace(each, training=replace(each.training, compiled=True)) for each in found if each is not None]

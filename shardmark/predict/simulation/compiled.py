@@ -168,7 +168,7 @@ def compiling_graphs(past_kernels: Callable[[], Any], allocate: Allocate, launch
 
 def _graph(graph: fx.GraphModule, examples: Sequence[Any], *, is_backward: bool = False, **options: Any) -> Compiled:
     """In place of the function by which Inductor generates a graph's code."""
-    if any(isinstance(each, torch.SymInt) or _is_dynamic(each) for each in examples):
+    if any(isinstance(node.target, OpOverload) and _is_dynamic(node.meta.get("val")) for node in graph.graph.nodes):
         raise Unsupported("a simulation has no dynamic shapes, which torch.compile was asked for")
     context = torch._guards.TracingContext.try_get()
     donated = None
@@ -177,8 +177,8 @@ def _graph(graph: fx.GraphModule, examples: Sequence[Any], *, is_backward: bool 
     return Compiled(graph, donated or ())
 
 
-def _is_dynamic(example: Any) -> bool:
-    return isinstance(example, Tensor) and any(isinstance(size, torch.SymInt) for size in example.shape)
+def _is_dynamic(value: Any) -> bool:
+    return isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def _in_one_line(error: TorchDynamoException) -> Unsupported:
