@@ -33,19 +33,21 @@ def _runs(device: str) -> None:
         pytest.skip(reason)
 
 
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SMALL.items():
+        monkeypatch.setattr(fused_triton, name, value)
+
+
 def _assert_right(operation: str, dim: int, device: str, dtype: torch.dtype = torch.float32) -> None:
     assert_as_accurate_as_eager(FusedLayersTriton, random_inputs(operation, 7, dim, device, dtype))
 
 
-@pytest.mark.usefixtures("_runs")
+@pytest.mark.usefixtures("_runs", "_small")
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dim", [3, 16, 17, 37])
-def test_several_blocks_and_programs_are_right(
-    dim: int, operation: str, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_several_blocks_and_programs_are_right(dim: int, operation: str, device: str) -> None:
     """Rows shorter than a block, as long as one, one column longer, and of several blocks."""
-    for name, value in SMALL.items():
-        monkeypatch.setattr(fused_triton, name, value)
     _assert_right(operation, dim, device)
 
 
@@ -74,13 +76,11 @@ FAULTS = {  # operation, text in the kernels' source, and its faulty replacement
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("_runs")
+@pytest.mark.usefixtures("_runs", "_small")
 @pytest.mark.parametrize("fault", every_fourth(FAULTS))
 def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
     operation, *texts = FAULTS[fault]
     monkeypatch.setattr(fused_triton, "kernels", with_fault(triton_kernels, tmp_path, *texts))
-    for name, value in SMALL.items():
-        monkeypatch.setattr(fused_triton, name, value)
     with pytest.raises(AssertionError):
         _assert_right_of_small_numbers(operation, device)
 

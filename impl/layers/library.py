@@ -7,43 +7,18 @@ from torch import Tensor
 
 from impl.attention.compiled import compile_each_shape
 from impl.layers.accounting import eager_peak
-from impl.layers.contract import check_gated, check_norm, check_rotary
-from impl.layers.eager import added_and_normed, both_rotated, gated, normed
+from impl.layers.contract import check_norm
+from impl.layers.eager import EagerLayers, added_and_normed, both_rotated, gated, normed
 from shardmark.api import Race, Unsupported, register, requires_compiler
 
-_normed, _added_and_normed = compile_each_shape(normed), compile_each_shape(added_and_normed)
-_gated, _both_rotated = compile_each_shape(gated), compile_each_shape(both_rotated)
 
+class CompiledLayers(EagerLayers):
+    """Eager's formulas, each under torch.compile. Contract and errors: `impl.layers.Layers`."""
 
-class CompiledLayers:
-    """Eager's formulas, each under torch.compile. Contract and errors: `impl.layers.Layers`.
-
-    The arguments are checked outside of the compiled functions, where the compiler would raise its own errors.
-    """
-
-    @staticmethod
-    def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-        """See `impl.layers.Layers.rms_norm`."""
-        check_norm(x, weight)
-        return _normed(x, weight, eps)
-
-    @staticmethod
-    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
-        """See `impl.layers.Layers.add_rms_norm`."""
-        check_norm(x, weight, residual)
-        return _added_and_normed(x, residual, weight, eps)
-
-    @staticmethod
-    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-        """See `impl.layers.Layers.swiglu`."""
-        check_gated(gate, up)
-        return _gated(gate, up)
-
-    @staticmethod
-    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """See `impl.layers.Layers.rotary`."""
-        check_rotary(q, k, cos, sin)
-        return _both_rotated(q, k, cos, sin)
+    normed = staticmethod(compile_each_shape(normed))
+    added_and_normed = staticmethod(compile_each_shape(added_and_normed))
+    gated = staticmethod(compile_each_shape(gated))
+    both_rotated = staticmethod(compile_each_shape(both_rotated))
 
 
 class TorchLayers:

@@ -69,8 +69,10 @@ class Compiled:
             else:
                 for node in kernel.nodes:
                     over = kernel.over.get(node)
-                    reused = over is not None and over in dead and over in known
-                    known[node] = known.pop(over) if over is not None and reused else allocate(node.meta["val"])
+                    if over is not None and over in dead and over in known:
+                        known[node] = known.pop(over)
+                    else:
+                        known[node] = allocate(node.meta["val"])
                 launch(kernel.cost)
             _drop(known, dead)
         return fx.map_arg(self._output.args[0], lambda node: known[node])

@@ -68,6 +68,11 @@ class _Fusion:
         for node in self._nodes:
             if _is_fused(node):
                 self._express(node)
+        self._readers: dict[fx.Node, list[fx.Node]] = {}
+        """Buffers that read a value."""
+        for node in self._buffers:
+            for base in self._reads[node]:
+                self._readers.setdefault(base, []).append(node)
         self._stage = self._stages()
 
     def _express(self, node: fx.Node) -> None:
@@ -112,7 +117,7 @@ class _Fusion:
             elif not _is_fused(node) and not _is_view(node):
                 stage[node] = 1 + max((stage[_base(each)] for each in node.all_input_nodes), default=0)
         for node in reversed(self._buffers):  # as late as its readers, if these can be one kernel with it
-            readers = [each for each in self._buffers if node in self._reads[each]]
+            readers = self._readers.get(node, [])
             alike = all(self._buffers[each] == self._buffers[node] for each in readers)
             if readers and alike and all(map(_is_fused, _uses(node))):
                 stage[node] = max(stage[node], min(stage[each] for each in readers))
@@ -197,8 +202,7 @@ class _Fusion:
 
     def _leaves(self, node: fx.Node, kernel: Collection[fx.Node]) -> bool:
         """Whether anything outside of the kernel uses the value."""
-        readers = [each for each in self._buffers if node in self._reads[each]]
-        return not all(map(_is_fused, _uses(node))) or not all(each in kernel for each in readers)
+        return not all(map(_is_fused, _uses(node))) or not all(each in kernel for each in self._readers.get(node, []))
 
 
 def _whole(node: fx.Node) -> float:

@@ -166,10 +166,7 @@ class Schedule:
 
     def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
         """The host launches an operator onto the current stream."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward:
-            self._end_backward()
-        self._launched(in_backward)
+        self._launch()
         if kind_of(operator) is Kind.READ:
             self.synchronize()
         if operator is _WAIT:
@@ -180,12 +177,15 @@ class Schedule:
 
     def fused(self, cost: Cost) -> None:
         """Compiled code launches a kernel of that cost."""
+        self._compiled = self._compiled or (self.rates is not None and self.rates.on_host)
+        self._launch()
+        self._kernel(cost.name, cost)
+
+    def _launch(self) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward:
             self._end_backward()
-        self._compiled = self._compiled or (self.rates is not None and self.rates.on_host)
         self._launched(in_backward)
-        self._kernel(cost.name, cost)
 
     def _launched(self, in_backward: bool) -> None:
         """The host has launched an operator."""
