@@ -20,7 +20,7 @@ from shardmark.plugin.measure import Measure
 )
 @pytest.mark.family("clipping")
 @pytest.mark.cases(CASES)
-@pytest.mark.meshes(*MESHES)
+@pytest.mark.meshes(*MESHES, smoke=MESHES[1:])
 def test_clipping(implementation: Implementation, case: ClippingCase, mesh: Mesh, measure: Measure) -> None:
     case = replace(case, mesh=mesh.spec)
     measure(ClippingStep, implementation, case, world_size=mesh.size, work=work(case), slack=1.02)

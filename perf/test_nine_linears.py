@@ -42,7 +42,6 @@ def _changed(change: Callable[[NineLinearsCase], list[NineLinearsCase]]) -> Grid
 
 
 WRAPPED = _changed(lambda case: [replace(case, wrap=wrap) for wrap in WRAPS[1:]])
-OFFLOADED = _changed(lambda case: [replace(case, offload=True)])
 
 
 pytestmark = [
@@ -82,17 +81,6 @@ def test_fsdp(implementation: Implementation, case: NineLinearsCase, world: Worl
 @pytest.mark.cases(WRAPPED)
 def test_wrapping(implementation: Implementation, case: NineLinearsCase, world: World, measure: Measure) -> None:
     """Units of several linears."""
-    _measure(measure, implementation, case, world)
-
-
-@pytest.mark.family("fsdp", option="cpu_offload", only=SHARDED)
-@pytest.mark.cases(OFFLOADED)
-def test_offload(
-    implementation: Implementation, case: NineLinearsCase, world: World, device: str, measure: Measure
-) -> None:
-    """Shards are in host memory."""
-    if device == "cpu":
-        pytest.skip("on a CPU there is nowhere to offload to")
     _measure(measure, implementation, case, world)
 
 

@@ -23,7 +23,7 @@ from shardmark.rows.observers import SentByAxis
 )
 @pytest.mark.family("tensor_parallel")
 @pytest.mark.cases(CASES)
-@pytest.mark.meshes(*DEGREES)
+@pytest.mark.meshes(*DEGREES, smoke=["tp=2"])
 @pytest.mark.benchmark(min_rounds=9)
 def test_training_step(implementation: Implementation, case: TensorParallelCase, mesh: Mesh, measure: Measure) -> None:
     case = replace(case, mesh=mesh.spec)

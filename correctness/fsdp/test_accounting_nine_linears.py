@@ -11,10 +11,8 @@ import pytest
 from correctness.fsdp.nine_linears import FEW, MANY, OWN, assert_expected, expected_of, implementation_of
 from impl.accounting.ledger import explain
 from impl.fsdp.cases import WRAPS, NineLinearsCase
-from impl.fsdp.nine_linears_accounting import STRATEGIES, peak, stages, work
-from impl.fsdp.nine_linears_workload import NineLinearsStep
-from shardmark.api import INPUTS, resolve
-from shardmark.ranks.world import RankError
+from impl.fsdp.nine_linears_accounting import STRATEGIES, peak, work
+from shardmark.api import INPUTS
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.sweep)])
@@ -54,27 +52,6 @@ def test_a_step_leaves_parameters_and_gradients_alone(name: str, wrap: str) -> N
     after = expected_of(name, case)
     parameters = case.linears * 4 * (case.width**2 + case.width)
     assert after["wrapping"] - after["data"] == after["warm-up"] - after["wrapping"] == parameters // case.ranks
-
-
-def offloaded(name: str) -> None:
-    NineLinearsStep(resolve("fsdp", name), replace(FEW, offload=True), "cpu")
-
-
-def test_offloading_from_a_cpu_costs_nothing_or_is_refused(worlds: Any) -> None:
-    for name in ("sharded", "fsdp2"):
-        assert_expected(worlds, name, replace(FEW, offload=True))
-    with pytest.raises(RankError, match="Unsupported: FSDP1 offloads to the CPU only from an accelerator"):
-        worlds(2).run(offloaded, "fsdp1")
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_offloading_from_a_gpu_takes_shards_and_their_gradients_off_it(name: str) -> None:
-    """The GPU still holds one unit's shards and gradients while they are copied."""
-    case = replace(FEW, offload=True)
-    shards = stages(case, name)["wrapping"] - stages(case, name)["data"]
-    saved = peak(case, name) - peak(case, name, device="cuda")
-    assert shards < saved < 2 * shards
-    assert peak(case, name) == peak(FEW, name)
 
 
 def test_work_is_that_of_three_products_a_linear() -> None:

@@ -125,6 +125,8 @@ class FullySharded(Technique):
             if each not in self.gathered:
                 self.gathered.add(each)
                 self.ledger.take(self.full_parameters(each), self.gathered_bytes(each))
+                if self.offload and self.itemsize != FLOAT:
+                    self.ledger.borrow("shard that is cast on the device", self.shard(each))
 
     def release(self, unit: str) -> None:
         if unit in self.gathered:
@@ -203,8 +205,8 @@ def peak_of(technique: Technique, case: FSDPCase, device: str) -> Bytes:
 
 
 def sharded_peak(case: FSDPCase, device: str = "cpu") -> Bytes:
-    """Peak in bytes of `sharded`."""
-    return peak_of(FullySharded(case.ranks, device), case, device)
+    """Peak in bytes of `sharded`; with offload on "cuda", without what is in the host's memory."""
+    return peak_of(FullySharded(case.ranks, device, offload=case.offload and device == "cuda"), case, device)
 
 
 def kept_peak(case: FSDPCase, device: str = "cpu") -> Bytes:

@@ -13,10 +13,19 @@ class FSDPCase(TrainingStepCase):
     """One fully sharded step on that many `ranks`.
 
     `dtype` is what parameters are cast to before the all-gather and gradients before the reduce-scatter; shards, their
-    gradients and the optimizer's state are in float32.
+    gradients and the optimizer's state are in float32, and with `offload` in the host's memory.
     """
 
     ranks: int = 2
+    offload: bool = False
+
+    def __str__(self) -> str:
+        return super().__str__() + "-offload" * self.offload
+
+    @property
+    def words(self) -> str:
+        """The case as sentences have it."""
+        return super().words + " with offload" * self.offload
 
 
 @dataclass(frozen=True)
@@ -55,27 +64,25 @@ WRAP_WORDS = dict(zip(WRAPS, ("each linear", "each third of them", "all of them"
 class NineLinearsCase:
     """One step of SGD of `linears` layers from `width` to `width`; `batch` rows on each of `ranks`.
 
-    `wrap`, of `WRAPS`, says what becomes a unit; "thirds" needs a number of linears that divides by three. With
-    `offload` shards are in host memory.
+    `wrap`, of `WRAPS`, says what becomes a unit; "thirds" needs a number of linears that divides by three.
     """
 
     width: int
     batch: int
     linears: int = 9
     wrap: str = "linears"
-    offload: bool = False
     ranks: int = 2
     dtype: str = "float32"
 
     def __str__(self) -> str:
         wrap = "" if self.wrap == "linears" else f"-{self.wrap}"
-        return f"{self.linears}x{self.width}-b{self.batch}{wrap}{'-offload' * self.offload}"
+        return f"{self.linears}x{self.width}-b{self.batch}{wrap}"
 
     @property
     def words(self) -> str:
         """The case as sentences have it."""
         wrap = "" if self.wrap == "linears" else f" with {WRAP_WORDS[self.wrap]} as a unit"
-        return f"with {self.linears} linears of width {self.width:,}{wrap}{' and offload' * self.offload}"
+        return f"with {self.linears} linears of width {self.width:,}{wrap}"
 
 
 CASES = Grid(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from impl.collectives import Handle, collectives_for
 from impl.distributed import call_on_gradient, has_own_memory
+from shardmark.api import has_device_memory
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,7 @@ class Sharding:
     compute_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     device: torch.device
-    shard_device: torch.device
-    """Device of shards, their gradients and the optimizer's state: `device`, or the CPU."""
+    cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         for name, dtype in {"compute_dtype": self.compute_dtype, "reduce_dtype": self.reduce_dtype}.items():
@@ -46,7 +46,12 @@ class Sharding:
     @property
     def offloads(self) -> bool:
         """True if shards are in host memory while the model computes on another device."""
-        return self.shard_device.type != self.device.type
+        return self.cpu_offload and has_device_memory(self.device)
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Device of shards, their gradients and the optimizer's state: `device`, or the CPU."""
+        return torch.device("cpu") if self.offloads else self.device
 
     def wait_for_host_memory(self, *_: Any) -> None:  # a hook has arguments
         """Return when copies to host memory have arrived and copies from it are done, so that it may be overwritten."""
@@ -211,7 +216,12 @@ class Flat:
 
     def _gather_into(self, flat: Tensor) -> Handle | None:
         """Start to all-gather the shards, cast to the flat tensor's dtype."""
-        own, group = self._shard_of(flat).copy_(self.shard, non_blocking=True), self.sharding.process_group
+        shard, group = self.shard, self.sharding.process_group
+        if (
+            self.sharding.offloads and shard.dtype != flat.dtype
+        ):  # or the host casts it, and what it casts is not pinned
+            shard = shard.to(self.sharding.device, non_blocking=True)
+        own = self._shard_of(flat).copy_(shard, non_blocking=True)
         return collectives_for(group).all_gather(flat, own, group, async_op=True)
 
     def _sum(self, gradient: Tensor) -> Handle | None:

@@ -28,7 +28,7 @@ from impl.fsdp.contract import Facts
 from impl.fsdp.dtensors import DTensorModel
 from impl.fsdp.split_into_units import shared_between
 from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_unsharded, choose_units, mark_sharded
-from shardmark.api import Unsupported, register
+from shardmark.api import Unsupported, has_device_memory, register
 
 
 class TorchFSDP2(DTensorModel):
@@ -52,7 +52,8 @@ class TorchFSDP2(DTensorModel):
     ) -> None:
         super().__init__()
         units = synchronized_units(module, wrap, process_group)
-        device = next(module.parameters()).device.type
+        own = next(module.parameters()).device
+        device, pins = own.type, has_device_memory(own)
         group = process_group or dist.group.WORLD
         assert group is not None
         self.module = self._shard(
@@ -60,7 +61,7 @@ class TorchFSDP2(DTensorModel):
             mesh=_nodes(group, device) if hybrid else _flat(group, device),
             reshard_after_forward=reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(compute_dtype, reduce_dtype),
-            offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda") if cpu_offload else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(pin_memory=pins) if cpu_offload else OffloadPolicy(),
         )
         mark_sharded(module)
 

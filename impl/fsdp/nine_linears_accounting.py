@@ -40,7 +40,7 @@ def _step(case: NineLinearsCase, technique: Technique, device: str = "cpu") -> L
 
 
 def technique_of(name: str, case: NineLinearsCase, device: str = "cpu") -> Technique:
-    """The technique of that name; KeyError unless it is one of `STRATEGIES`. Only "cuda" offloads to host memory."""
+    """The technique of that name; KeyError unless it is one of `STRATEGIES`."""
     if name == "simple":
         return Simple(case.ranks)
     parts = MODULES[case.wrap]
@@ -48,12 +48,11 @@ def technique_of(name: str, case: NineLinearsCase, device: str = "cpu") -> Techn
         case.ranks,
         device,
         unit_of=lambda parameter, shape: ".".join(parameter.split(".")[:parts]),
-        offload=case.offload and device == "cuda",
     )
 
 
 def peak(case: NineLinearsCase, name: str, device: str = "cpu") -> Bytes:
-    """Peak in bytes of one rank's step on the device, without the bytes that are offloaded to host memory."""
+    """Peak in bytes of one rank's step."""
     return _step(case, technique_of(name, case, device), device).peak
 
 

@@ -50,4 +50,4 @@ def _options(case: NineLinearsCase) -> dict[str, Any]:
     """The case's options; without any, each linear is a unit."""
     third = case.linears // 3 * (case.width**2 + case.width)
     wraps: dict[str, dict[str, Any]] = {"linears": {}, "thirds": {"wrap": by_size(third)}, "whole": {"wrap": whole}}
-    return wraps[case.wrap] | ({"cpu_offload": True} if case.offload else {})
+    return wraps[case.wrap]

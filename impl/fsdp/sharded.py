@@ -91,9 +91,7 @@ class FullyShardedDataParallel(PlainStateDict):
         self.process_group = group
         self.reshard_after_forward = reshard_after_forward
         device = device_of(module, device)
-        self.sharding = Sharding(
-            group, compute_dtype, reduce_dtype, device, torch.device("cpu") if cpu_offload else device
-        )
+        self.sharding = Sharding(group, compute_dtype, reduce_dtype, device, cpu_offload)
         self.units = split(module, wrap, ignored_params, self.sharding)
         self._root = self.units[0]
         self._reducing: Unit | None = None  # one reduce-scatter at a time, because each needs memory

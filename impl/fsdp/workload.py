@@ -11,10 +11,19 @@ from torch.optim import Optimizer
 from impl.collectives import Collectives
 from impl.collectives.library import Backend
 from impl.fsdp import flat_parameters, with_blocks
+from impl.fsdp.cases import FSDPCase
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.models import made
 from impl.training_step.rank_step import RankStep
-from shardmark.api import Implementation, Made, Mark, OwnModelCase, Unsupported, trains_own_model
+from shardmark.api import (
+    Implementation,
+    Made,
+    Mark,
+    OwnModelCase,
+    Unsupported,
+    has_device_memory,
+    trains_own_model,
+)
 
 
 class FSDPStep(RankStep):
@@ -26,6 +35,8 @@ class FSDPStep(RankStep):
 
     def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
         options: dict[str, Any] = _dtypes(case)
+        if isinstance(case, FSDPCase) and case.offload:
+            options["cpu_offload"] = True
         if implementation.accepts("wrap"):
             options["wrap"] = with_blocks(self.made.blocks)
         model = implementation.adapted(self.made.module, **options)
@@ -39,6 +50,15 @@ class FSDPStep(RankStep):
         if not hasattr(self.model, "clip_grad_norm_"):
             raise Unsupported("it has no method clip_grad_norm_")
         self.model.clip_grad_norm_(norm)
+
+
+class OffloadStep(FSDPStep):
+    """A step with offload, or the same one without, on a device that has memory of its own."""
+
+    def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
+        if not has_device_memory(next(self.made.module.parameters()).device):
+            raise Unsupported("on a CPU there is nowhere to offload to; --simulate h100-80gb:8 predicts")
+        return super().build(implementation, case)
 
 
 def _backend(group: dist.ProcessGroup | None = None) -> Collectives:

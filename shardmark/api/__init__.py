@@ -7,6 +7,7 @@ register("loss", "mine", my_loss, time=Race("eager", budget=1.0))
 
 from shardmark.api.finding import RegistryError
 from shardmark.api.grid import MB, SCALES, Grid
+from shardmark.api.host import has_device_memory
 from shardmark.api.mesh import AXES, EXPERTS, Mesh, Share, data_axes
 from shardmark.api.own_model import Loss, Made, OwnModel, OwnModelCase, find_blocks, make, resized
 from shardmark.api.recipe import ADAMW, PLAIN, MakesOptimizer, Recipe, named_optimizer, taken_apart
@@ -107,6 +108,7 @@ __all__ = [
     "family",
     "find_blocks",
     "followed",
+    "has_device_memory",
     "make",
     "named_optimizer",
     "note_events",

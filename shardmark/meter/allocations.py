@@ -29,6 +29,9 @@ STREAM = ALLOCATOR + "stream "
 EMPTY_CACHE = ALLOCATOR + "empty cache"
 """The mark of a call of `torch.cuda.empty_cache`."""
 
+PLACE = ALLOCATOR + "place "
+"""Prefix of the mark that blocks are in another memory from here on; `Block.place` follows."""
+
 WAITED = "waited "
 """Prefix of the mark that a functional collective has been waited for; the address of its result follows."""
 
@@ -44,6 +47,8 @@ class Block:
     kind: str = ""
     line: str = ""
     """The user's line that allocated it, as "file.py:7"; empty unless lines are recorded."""
+    place: str = ""
+    """"pinned" or "pageable" where a program has put it in the host's memory, beside a device; else empty."""
     workspace: str = ""
     """The operator that allocated the block, if it freed it before it returned or its library kept it until the end;
     empty for a tensor."""
@@ -88,7 +93,7 @@ def replayed(
     """
     live, taken_by, collectives = _Live(), dict[Block, Any](), _Collectives()
     replayed: list[Event] = []
-    ended = False
+    ended, place = False, ""
     events, modules, lines = _in_order(roots, module_names)
     for event, within in events:
         what, fields = event.typed
@@ -104,7 +109,7 @@ def replayed(
             nbytes = sizes.popleft() if sizes else fields.alloc_size
             module, operator, backward = _owner(event, modules)
             line = f"backward of {lines[backward]}" if backward in lines else within.line
-            block = Block(nbytes, fields.ptr, module or within.module, operator, line=line)
+            block = Block(nbytes, fields.ptr, module or within.module, operator, line=line, place=place)
             for gone in live.overlapping(block):
                 live.pop(gone.address)
                 replayed.append(Released(gone))
@@ -116,6 +121,8 @@ def replayed(
             continue  # of another device
         elif event.name == MARK + END:
             ended = True
+        elif event.name.startswith(MARK + PLACE):
+            place = event.name.removeprefix(MARK + PLACE)
         elif event.name.startswith(MARK + WAITED):
             for result in live.overlapping(Block(1, int(event.name.removeprefix(MARK + WAITED)))):
                 for block in collectives.end(result):

@@ -30,6 +30,8 @@ RATES = {
     "network": "bytes/s",
     "network_latency": "seconds",
 }
+OF_HOST = ("host_link", "host_bandwidth")
+"""Rates in bytes/s that may be left out."""
 DTYPES = ("float8", "float16", "bfloat16", "tf32", "float32")
 IN_SECONDS = ("kernel", "launch", "backward_launch", "collective", "collective_launch")
 """The figures of `Reached` in seconds; the others are fractions."""
@@ -69,6 +71,9 @@ class Reached:
     """The host's seconds for an operator of backward, which autograd runs in C++."""
     link: float = 0.8
     network: float = 0.8
+    host_link: float = 0.8
+    """The fraction of `host_link` that copies of pinned memory reach. Reported are 25 GB/s of an A100's 31.5, 53 of an
+    H100's 63, and 26 of an RTX 4090's 31.5 (NVIDIA/nvbandwidth#42, #24, #15)."""
     collective: float = 1e-5
     """Fewest seconds of a collective."""
     collective_launch: float = 1e-5
@@ -105,6 +110,10 @@ class Hardware:
     network_latency: float
     """Seconds of one step of a ring between nodes."""
     reached: Reached = field(default_factory=Reached)
+    host_link: float = math.nan
+    """Bytes/s between the device and its host's memory, in one direction; nan: not known."""
+    host_bandwidth: float = math.nan
+    """Bytes/s of the host's memory, an equal part for each device of the node; nan: not known."""
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; None on AMD and on CPU."""
     measured: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict, hash=False)
@@ -124,7 +133,7 @@ class Hardware:
 
 
 KEYS = [key.name for key in fields(Hardware) if key.name != "name"]
-OPTIONAL = ("capability", "reached", "measured")
+OPTIONAL = ("host_link", "host_bandwidth", "capability", "reached", "measured")
 COLLECTIVES = "collectives"
 """The key of `Hardware.measured` for collectives, beside those for dtypes."""
 THIS = "this"
@@ -177,7 +186,7 @@ def _hardware(name: str, table: dict[str, Any]) -> Hardware:
     if table["device"] not in ("cuda", "cpu"):
         raise ValueError(f'device = {table["device"]!r} is neither "cuda" nor "cpu"')
     cpu = table["device"] == "cpu"
-    for key, unit in (WHOLE | RATES).items():
+    for key, unit in (WHOLE | RATES | {key: "bytes/s" for key in OF_HOST if key in table}).items():
         if not _positive(table[key], key in WHOLE, cpu):
             raise ValueError(f"{key} = {table[key]!r} is not a positive {'whole ' * (key in WHOLE)}number of {unit}")
     own: dict[str, Any] = {"flops": _flops(table["flops"], cpu), "capability": _capability(table)}

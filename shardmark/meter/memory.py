@@ -79,6 +79,10 @@ class Memory:
     """CUDA alone: the most bytes that the caching allocator took from the device."""
     reserved_at_most: int = 0
     """A simulation alone: the same, if no stream is ever ahead of what the host has waited for."""
+    host: int = 0
+    """A simulation of a GPU alone: peak of the tensors that the program has put in the host's memory."""
+    pinned: int = 0
+    """The same of the pinned ones, each rounded up to a power of two, as PyTorch's allocator of pinned memory does."""
 
 
 class Meter(Memory):

@@ -28,7 +28,7 @@ from torch._C._profiler import RecordScope
 from torch.autograd import profiler
 from torch.autograd.profiler import profile, record_function
 
-from shardmark.meter.allocations import END, MARK, WAITED, Event, replayed
+from shardmark.meter.allocations import END, MARK, WAITED, Event, Marked, replayed
 
 _HISTORY = 10_000_000
 """Allocations and releases that the CUDA allocator remembers for a recording; no recording has more."""
@@ -60,7 +60,12 @@ class Recording:
     CUDA."""
 
     def replay(self) -> list[Event]:
-        """Every allocation, release and mark on the device, in order."""
+        """Every allocation, release and mark on the device, in order; none of blocks that the program has put in the
+        host's memory."""
+        return [event for event in self.replay_all() if isinstance(event, Marked) or not event.block.place]
+
+    def replay_all(self) -> list[Event]:
+        """As `replay`, with the blocks in the host's memory."""
         assert self.profiler.kineto_results is not None, "the recording has not ended"
         roots = self.profiler.kineto_results.experimental_event_tree()
         requested = {address: deque(sizes) for address, sizes in self.requested.items()}

@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", session.cases(grid.args[0]), ids=str)
     meshes = metafunc.definition.get_closest_marker("meshes")
     if "mesh" in metafunc.fixturenames and meshes is not None:
-        metafunc.parametrize("mesh", session.meshes_of(meshes.args), ids=str)
+        metafunc.parametrize("mesh", session.meshes_of(meshes.args, meshes.kwargs.get("smoke")), ids=str)
     own = " ".join(str(marker.args[0]) for marker in metafunc.definition.iter_markers("parametrize"))
     if "world" in metafunc.fixturenames and "world" not in re.findall(r"\w+", own):
         contract = family is not None and "measure" not in metafunc.fixturenames

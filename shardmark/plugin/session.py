@@ -139,11 +139,13 @@ class Session:
             return grid.at(self.scale)
         return [] if grid.own is None else [grid.own(self.model)]
 
-    def meshes_of(self, own: Sequence[str]) -> list[Mesh]:
+    def meshes_of(self, own: Sequence[str], smoke: Sequence[str] | None = None) -> list[Mesh]:
         """The meshes in this run of a test whose own are given as texts: those of `--mesh`; else its own, with
-        `--ranks` those of such a size."""
+        `--ranks` those of such a size, or those for a short run at `smoke` scale."""
         if self.meshes:
             return self.meshes
+        if smoke is not None and self.scale == "smoke" and not self.ranks_are_chosen:
+            own = smoke
         return [mesh for mesh in map(Mesh.parse, own) if not self.ranks_are_chosen or mesh.size in self.ranks]
 
     def asks(self, grid: Grid | None) -> bool:

@@ -70,6 +70,8 @@ def memory_entry(ranks: Sequence[Measured], budget: MemoryBudget | None) -> Memo
     """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors if there is one."""
     most = largest_memory(ranks)
     of_cuda: MemoryPart = {"allocated": most.allocated, "reserved": most.reserved} if most.reserved else {}
+    if most.host:
+        of_cuda |= {"host": most.host, "pinned": most.pinned}
     return {
         "phases": most.phases,
         "peak": most.peak,

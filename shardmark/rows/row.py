@@ -103,6 +103,8 @@ class Memory(TypedDict, total=False):
     workspace_operator: Annotated[str | None, "That operator."]
     allocated: Annotated[Bytes, "CUDA: peak of the allocator's blocks, rounded up."]
     reserved: Annotated[Bytes, "CUDA: peak of what the allocator had from the device."]
+    host: Annotated[Bytes, "Prediction for a GPU: peak of the tensors that the program puts in the host's memory."]
+    pinned: Annotated[Bytes, "Prediction for a GPU: peak of pinned blocks, each rounded up to a power of two."]
     peak_by_rank: Annotated[list[Bytes], "Peak of each rank."]
     tensors_by_rank: Annotated[list[Bytes], "Peak of tensors of each rank."]
     # Budget.
@@ -184,6 +186,8 @@ class Time(TypedDict, total=False):
     outcome: Annotated[Outcome | None, "Outcome of the goal."]
     # Simulation.
     predicted: Annotated[Predicted, "Simulation: how sure the step's time is, and what runs when."]
+    copies: Annotated[Seconds, "Simulation: copies between the host's memory and the device's, one after another."]
+    on_host: Annotated[Seconds, "Simulation: operators that the host computes itself: an offloaded optimizer's."]
     gathers: Annotated[list[Gather], "Each all-gather, in order: by Gathers, and of the simulated first rank."]
     # Filled by observers: HiddenCommunication, Compile, AfterWarmups, OverheadModel.
     compute_alone: Annotated[Seconds, "Median step without communication."]

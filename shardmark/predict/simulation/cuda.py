@@ -25,6 +25,7 @@ from torch.distributed.fsdp import _flat_param, _runtime_utils
 from torch.library import _scoped_library
 from torch.optim import optimizer as optimizers
 
+from shardmark.api.host import memory_apart
 from shardmark.api.registry import Unsupported
 from shardmark.meter import memory
 from shardmark.meter import recording as blocks
@@ -34,6 +35,7 @@ from shardmark.meter.measure_case import MEDIAN
 from shardmark.meter.recording import mark
 from shardmark.predict.simulation.autocast import autocast_of_cuda
 from shardmark.predict.simulation.caching_allocator import held_at_marks
+from shardmark.predict.simulation.host_memory import HostMemory, peaks
 from shardmark.predict.simulation.schedule import Schedule
 from shardmark.predict.simulation.streams import ALL_AWAITED, AWAITED, FIRST, FOLLOWED, RECORDED, USED
 from shardmark.predict.simulation.workspaces import Workspaces
@@ -46,8 +48,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def rules_of_cuda(hardware: Hardware, schedule: Schedule) -> Iterator[Workspaces]:
-    """Follow CUDA's rules, for that hardware, in whatever the block runs on the CPU without kernels."""
+def rules_of_cuda(hardware: Hardware, schedule: Schedule, host: HostMemory) -> Iterator[Workspaces]:
+    """Follow CUDA's rules, for that hardware and its `host`, in whatever the block runs on the CPU without kernels."""
     workspaces = Workspaces(hardware)
     supported = optimizers._get_foreach_kernels_supported_devices()
     with ExitStack() as stack:
@@ -57,10 +59,12 @@ def rules_of_cuda(hardware: Hardware, schedule: Schedule) -> Iterator[Workspaces
         for key in ("AutogradCPU", "FPGA"):
             operators.impl("scaled_dot_product_attention", partial(_attention, hardware), key)
         stack.enter_context(autocast_of_cuda())
+        stack.enter_context(memory_apart("cpu"))
         for owner, name, new in (
             (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
             (blocks, "have_libraries_give_back", workspaces.give_back),
             *_Streams(schedule).patches(),
+            *host.patches(),
             (common, "amp_definitely_not_available", lambda: False),  # or GradScaler("cuda") disables itself
             (torch.cuda, "empty_cache", partial(mark, EMPTY_CACHE)),
         ):
@@ -84,6 +88,7 @@ class _Streams:
         return [
             (torch.cpu, "stream", self.enter),
             (torch.cpu, "current_stream", lambda device=None: self._entered[-1]),
+            (torch.accelerator, "current_stream", lambda device=None: self.recorded(self._entered[-1], None)),
             (torch.cpu, "synchronize", lambda device=None: self.synchronize()),
             (torch.cpu, "Event", partial(_Event, self)),
             # These become methods.
@@ -188,6 +193,10 @@ class _Meter(memory.Meter):
     def __init__(self, limit: int, device: str) -> None:
         super().__init__(device)
         self._limit = limit
+
+    def read(self) -> None:
+        super().read()
+        self.host, self.pinned = peaks(self._recorded.replay_all())
 
     def follow(self, events: list[Event]) -> None:
         super().follow(events)

@@ -37,6 +37,7 @@ from shardmark.meter.allocations import user_line
 from shardmark.predict.simulation.compiled import compiling_graphs, untraced
 from shardmark.predict.simulation.costs import Cost
 from shardmark.predict.simulation.grouped import GROUPED, grouped_layout
+from shardmark.predict.simulation.host_memory import HostMemory
 from shardmark.predict.simulation.kinds import (
     LEFT_AMONG_ELEMENTS,
     Kind,
@@ -79,11 +80,19 @@ Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
 class _Kernels:
     """Runs operators without kernels, for one simulation."""
 
-    def __init__(self, collective: Collective, take: Take | None, schedule: Schedule, routing: Routing | None) -> None:
+    def __init__(
+        self,
+        collective: Collective,
+        take: Take | None,
+        schedule: Schedule,
+        routing: Routing | None,
+        host: HostMemory | None,
+    ) -> None:
         self._collective = collective
         self._take = take
         self._schedule = schedule
         self._routing = routing
+        self._host = host
         self._fake = FakeTensorMode()
         self._layouts: dict[Any, Any] = {}
         self._one_at_a_time = threading.Lock()  # fake tensors are for one thread
@@ -106,6 +115,8 @@ class _Kernels:
             self._alone = self._alone or references
             if references == self._alone:
                 return args[0].add_(args[1])
+        if self._host is not None and self._host.used and self._host.concerns(operator, args, kwargs):
+            return self._host.run(operator, args, kwargs, partial(self._results, keys, operator, *args, **kwargs))
         results = self._results(keys, operator, *args, **kwargs)
         if self._take is not None:
             self._take(operator, args)  # a kernel begins once its results are allocated
@@ -353,12 +364,13 @@ def no_kernels(
     take: Take | None = None,
     schedule: Schedule | None = None,
     routing: Routing | None = None,
+    host: HostMemory | None = None,
 ) -> Iterator[None]:
     """Leave out kernels on the CPU in the block, in this thread and in those that it starts. `collective` replaces each
     collective, `take` takes an operator's workspace, and `schedule` notes operators and collectives. `routing` says
-    which experts routers choose.
+    which experts routers choose. `host` is the memory to which a GPU's program may offload.
     """
-    kernels = _Kernels(collective, take, schedule or Schedule(), routing)
+    kernels = _Kernels(collective, take, schedule or Schedule(), routing, host)
     with ExitStack() as stack:
         everything, named = (stack.enter_context(_scoped_library(of, "IMPL")) for of in ("_", "aten"))
         everything.fallback(untraced(kernels), "FPGA", with_keyset=True)

@@ -29,6 +29,7 @@ from shardmark.meter.recording import without_operators
 from shardmark.meter.timeline import by_layer_and_operator
 from shardmark.predict.simulation.cuda import rules_of_cuda
 from shardmark.predict.simulation.group import gloo, nccl, nccl_recording_streams, one_rank_of
+from shardmark.predict.simulation.host_memory import HostMemory
 from shardmark.predict.simulation.measured import rates_of
 from shardmark.predict.simulation.no_kernels import no_kernels
 from shardmark.predict.simulation.routing import Routing
@@ -147,8 +148,9 @@ def simulation(
         stack.enter_context(one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo", schedule))
         if of_cuda:
             collective = nccl_recording_streams if records_streams else nccl
-            take = stack.enter_context(rules_of_cuda(on, schedule)).take
-            stack.enter_context(no_kernels(partial(collective, schedule=schedule), take, schedule, routing))
+            host = HostMemory(schedule)
+            take = stack.enter_context(rules_of_cuda(on, schedule, host)).take
+            stack.enter_context(no_kernels(partial(collective, schedule=schedule), take, schedule, routing, host))
         else:
             stack.enter_context(no_kernels(partial(gloo, schedule=schedule), None, schedule, routing))
         try:

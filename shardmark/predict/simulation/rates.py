@@ -74,6 +74,12 @@ class GPU:
             making = cost.flops / (rate * (reached.attention if cost.attends else 1.0))
         return reached.kernel + max(moving, making)
 
+    def copy(self, nbytes: float) -> float:
+        return nbytes / (self.hardware.host_link * self.hardware.reached.host_link)
+
+    def of_host(self, cost: Cost) -> float:
+        return cost.nbytes / self.hardware.host_bandwidth
+
     @property
     def _is_before_hopper(self) -> bool:
         return self.hardware.capability is not None and self.hardware.capability < (9, 0)

@@ -12,6 +12,7 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import isnan
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,8 @@ from shardmark.predict.simulation.costs import Cost, cost_of
 from shardmark.predict.simulation.kinds import Kind, kind_of
 
 FIRST_STREAM = ""
+HOST, COPY = "host", "copy between host and device"
+"""The stream of operators that the host computes, and the name of copies."""
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -51,6 +54,12 @@ class Rates(Protocol):
 
     def beside_collective(self) -> float:
         """Fraction of its usual pace at which a kernel runs beside a collective, which takes multiprocessors."""
+
+    def copy(self, nbytes: float) -> float:
+        """Seconds of a copy between the host's pinned memory and the device's; nan where the link is not known."""
+
+    def of_host(self, cost: Cost) -> float:
+        """Seconds of an operator that the host computes; nan where its memory is not known."""
 
     def least(self, cost: Cost) -> float:
         """The lower bound of `seconds`."""
@@ -117,8 +126,8 @@ class Schedule:
     def __init__(self, rates: Rates | None = None) -> None:
         self.rates = rates
         self._running = False
-        self._compiled = False
-        """Whether the step runs compiled code on a CPU."""
+        self._unknown = False
+        """Whether the step runs something whose pace is not known."""
         self._host = 0.0
         self._free: dict[str, float] = {}
         self._current = [FIRST_STREAM]
@@ -136,22 +145,23 @@ class Schedule:
         return self._running
 
     def step(self, step: Callable[[Mark], None], ahead: float = 0.0) -> Step | None:
-        """Run the step and return its predicted times; None where compiled code runs on a CPU, whose pace is not known.
-        The device begins `ahead` seconds later than the host. ValueError without rates."""
+        """Run the step and return its predicted times; None where compiled code runs on a CPU, whose pace is not known,
+        or where the link to the host is not known. The device begins `ahead` seconds later than the host. ValueError
+        without rates."""
         if self.rates is None:
             raise ValueError("a schedule needs rates")
         began = self._over()
         self._host, self._free = began, dict.fromkeys(self._free, began + ahead)
         self._free[FIRST_STREAM] = began + ahead
         self._spans, self._sent, self._marks = [], [], []
-        self._running, self._compiled = True, False
+        self._running, self._unknown = True, False
         try:
             step(self._mark)
             launched = self._host - began
             self.synchronize()
         finally:
             self._running = False
-        if self._compiled:
+        if self._unknown:
             return None
         began += ahead
         parts: dict[str, float] = {}
@@ -177,7 +187,7 @@ class Schedule:
 
     def fused(self, cost: Cost) -> None:
         """Compiled code launches a kernel of that cost."""
-        self._compiled = self._compiled or (self.rates is not None and self.rates.on_host)
+        self._unknown = self._unknown or (self.rates is not None and self.rates.on_host)
         self._launch()
         self._kernel(cost.name, cost)
 
@@ -199,6 +209,24 @@ class Schedule:
         ended = self._run(span)
         if self.rates.on_host:
             self._host = ended
+
+    def copied(self, nbytes: float, waits: bool) -> None:
+        """The current stream copies between the host's memory and the device's; the host waits for it, or not."""
+        self._launch()
+        assert self.rates is not None
+        seconds = self.rates.copy(nbytes)
+        self._unknown |= isnan(seconds)
+        over = self._run(Span(COPY, self._current[-1], 0.0, seconds, 0.0, Cost(torch.uint8, 0.0, nbytes)))
+        if waits:
+            self.host_waits(over)
+
+    def of_host(self, name: str, cost: Cost) -> None:
+        """The host computes an operator of that cost itself."""
+        self._launch()
+        assert self.rates is not None
+        seconds = self.rates.of_host(cost)
+        self._unknown |= isnan(seconds)
+        self._host = self._run(Span(name, HOST, 0.0, seconds, 0.0, cost))
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str) -> float:
         """Launch a collective onto its group's stream, after the current stream's work; returns the time at which it

@@ -16,7 +16,7 @@ import torch
 
 from shardmark.meter.hardware import Hardware
 from shardmark.predict.simulation.rates import WITHIN
-from shardmark.predict.simulation.schedule import Step
+from shardmark.predict.simulation.schedule import COPY, HOST, Step
 
 TABLE = Path(__file__).with_name("within.toml")
 OTHER = "other"
@@ -43,8 +43,9 @@ def table() -> dict[str, Within]:
 
 
 def within(step: Step, on: Hardware) -> Within:
-    """The interval of a step on that hardware."""
-    chip = CHIPS.get(on.name, OTHER)
+    """The interval of a step on that hardware. No source is known of steps for which the host computes or copies."""
+    offloads = any(span.stream == HOST or span.name == COPY for span in step.spans)
+    chip = OTHER if offloads else CHIPS.get(on.name, OTHER)
     if chip != OTHER and (is_launch_bound(step) or not _in_halves(step)):
         return Within(*WITHIN, 0, 0)
     return table()[chip]

@@ -1,0 +1,225 @@
+"""Host memory in a simulation of a GPU: which tensors a program has put there, and copies between it and the device.
+
+All tensors of a simulation are on the CPU and count as the GPU's, but for those that a program offloads: by
+`Tensor.cpu`, by pinned memory (`Tensor.pin_memory`, `torch.empty(..., pin_memory=True)`), by `save_on_cpu`, or, as
+PyTorch's FSDP2 offloads gradients, by `Tensor.to(torch.device("cpu"), non_blocking=...)`. The host computes with them,
+and the results are in its memory, too. `Tensor.to` a device takes them back. An optimizer's step counts are the
+GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.optim import optimizer as optimizers
+
+from shardmark.meter.allocations import PLACE, Allocated, Event, Marked, Released
+from shardmark.meter.memory import RESET
+from shardmark.meter.recording import mark
+from shardmark.predict.simulation.costs import Cost, cost_of, touched
+from shardmark.predict.simulation.kinds import Kind, kind_of, tensors_in
+from shardmark.predict.simulation.schedule import Schedule
+
+DEVICE, PINNED, PAGEABLE = "", "pinned", "pageable"
+
+_OF_SHAPES = ("empty", "empty_strided", "zeros", "ones", "full")
+_LIKE_OTHERS = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+_OF_TENSORS = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+"""Functions that make a tensor, and take its device and whether it is pinned."""
+
+COPY = torch.ops.aten.copy_.default
+
+
+class HostMemory:
+    """The host's memory of one simulation."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.used = False
+        """Whether the program has put a tensor there."""
+        self._schedule = schedule
+        self._copies_to: tuple[str, bool] | None = None
+        """Place to which the next operator copies, and whether the host waits for it."""
+        self._place = DEVICE
+
+    def patches(self) -> Iterator[tuple[object, str, Callable[..., Any]]]:
+        """Replacements of PyTorch's own functions, by owner and name. Functions become methods."""
+        yield Tensor, "cpu", self._cpu(Tensor.cpu)
+        yield Tensor, "pin_memory", lambda tensor, device=None: self.copy(tensor, PINNED, waits=True)
+        yield Tensor, "is_pinned", lambda tensor, device=None: place_of(tensor) == PINNED
+        yield Tensor, "to", self._to(Tensor.to)
+        yield save_on_cpu, "__init__", lambda hooks, pin_memory=False, **_: self._save(hooks, pin_memory)
+        for owner, names in ((torch, (*_OF_SHAPES, *_LIKE_OTHERS)), (Tensor, _OF_TENSORS)):
+            for name in names:
+                yield owner, name, self._made(getattr(owner, name))
+        own = optimizers._default_to_fused_or_foreach
+        for module in (getattr(torch.optim, name) for name in dir(torch.optim)):
+            if getattr(module, own.__name__, None) is own:
+                yield module, own.__name__, self._one_by_one(own)
+
+    def copy(self, tensor: Tensor, place: str, waits: bool) -> Tensor:
+        """A copy in that place; the host waits for it, or not."""
+        self.used = True
+        self._copies_to = place, waits
+        try:
+            return tensor.clone()
+        finally:
+            self._copies_to = None
+
+    def concerns(self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the operator copies to or from the host's memory, or computes there."""
+        if self._copies_to is not None:
+            return True
+        sends = kind_of(operator) is Kind.SEND
+        return not sends and any(place_of(each) for each in tensors_in(args) if each.dim() or operator is COPY)
+
+    def run(
+        self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results_of: Callable[[], Any]
+    ) -> Any:
+        """Run such an operator: allocate its results in their place, and schedule it."""
+        copies, self._copies_to = self._copies_to, None
+        place, waits = copies or (PAGEABLE, True)
+        with self._allocating_in(place):
+            results = results_of()
+        given = list(tensors_in(args))
+        for each in tensors_in([results]):
+            if place and not any(each is one for one in given):
+                _put(each, place)
+        if not self._schedule.running:
+            return results
+        if operator is COPY and place_of(given[0]) != place_of(given[-1]):
+            asynchronous = bool(args[2:] and args[2])
+            if casts := given[0].dtype != given[-1].dtype:  # on the host, by a copy that is not pinned
+                self._schedule.of_host("copy_", Cost(given[-1].dtype, 0.0, sum(map(touched, given[:2]))))
+            self._copied(
+                given[-1] if place_of(given[0]) else given[0],
+                casts or not asynchronous or PAGEABLE in map(place_of, given),
+            )
+        elif copies is not None and place_of(given[0]) != place:
+            self._copied(given[0], waits or PAGEABLE in (place, place_of(given[0])))
+        elif (cost := cost_of(operator, args, kwargs, results)) is not None:
+            self._schedule.of_host(operator._schema.name.partition("::")[2], cost)
+        return results
+
+    def _copied(self, tensor: Tensor, waits: bool) -> None:
+        """Between pageable memory and a device the host waits, whatever the program asks for (CUDA's documentation,
+        "API synchronization behavior")."""
+        self._schedule.copied(touched(tensor), waits)
+
+    def _cpu(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(own)
+        def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not _is_plain(tensor) or place_of(tensor):
+                return own(tensor, *args, **kwargs)
+            return self.copy(tensor, PAGEABLE, waits=True)
+
+        return cpu
+
+    def _to(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(own)
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            device = kwargs.get("device", args[0] if args else None)
+            if not self.used or not isinstance(device, torch.device | str) or not _is_plain(tensor):
+                return own(tensor, *args, **kwargs)
+            waits = not kwargs.get("non_blocking", False)
+            if place_of(tensor):
+                tensor = self.copy(tensor, DEVICE, waits)
+            elif device == torch.device("cpu") and "non_blocking" in kwargs:
+                # Copies for which nobody waits go to memory that PyTorch pins.
+                tensor = self.copy(tensor, PAGEABLE if waits else PINNED, waits)
+            return own(tensor, *args, **kwargs)
+
+        return to
+
+    def _made(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A function that makes a tensor: in pinned memory, on a device that the program names, or where the tensor is
+        that it is made like."""
+
+        @wraps(own)
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+            like = args[0] if args and isinstance(args[0], Tensor) and kwargs.get("device") is None else None
+            place = PINNED if pin_memory else PAGEABLE if self.used and like is not None and place_of(like) else DEVICE
+            if not place:
+                return own(*args, **kwargs)
+            self.used = True
+            with self._allocating_in(place):
+                tensor = own(*args, **kwargs)
+            _put(tensor, place)
+            return tensor
+
+        return made
+
+    @contextmanager
+    def _allocating_in(self, place: str) -> Iterator[None]:
+        """Allocate in that place in the block."""
+        before, self._place = self._place, place
+        mark(PLACE + place)
+        try:
+            yield
+        finally:
+            self._place = before
+            mark(PLACE + before)
+
+    def _save(self, hooks: save_on_cpu, pin_memory: bool) -> None:
+        """As `save_on_cpu`, which asks for a GPU before it pins."""
+        place = PINNED if pin_memory else PAGEABLE
+        saved_tensors_hooks.__init__(
+            hooks,
+            lambda tensor: self.copy(tensor, place, waits=not pin_memory),
+            lambda tensor: self.copy(tensor, DEVICE, waits=not pin_memory),
+        )
+
+    def _one_by_one(self, own: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
+        """Optimizers update the host's parameters one by one, where the caller does not say."""
+
+        @wraps(own)
+        def choose(params: list[Tensor], *args: Any, **kwargs: Any) -> tuple[bool, bool]:
+            return (False, False) if any(map(place_of, params)) else own(params, *args, **kwargs)
+
+        return choose
+
+
+def place_of(tensor: Tensor) -> str:
+    """PINNED or PAGEABLE for a tensor in the host's memory; else DEVICE."""
+    return getattr(_local(tensor).untyped_storage(), "place", DEVICE)
+
+
+def _put(tensor: Tensor, place: str) -> None:
+    setattr(_local(tensor).untyped_storage(), "place", place)  # noqa: B010  (PyTorch's type has no such attribute)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_sparse
+
+
+def _local(tensor: Any) -> Tensor:
+    """A DTensor's own part."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def peaks(events: Iterable[Event]) -> tuple[int, int]:
+    """Peaks since the last reset in the host's memory: bytes of tensors, and of pinned blocks, each rounded up to a
+    power of two (PyTorch's CachingHostAllocator; `pinned_max_round_threshold_mb` limits that)."""
+    live = {PINNED: 0, PAGEABLE: 0}
+    rounded = most = most_pinned = 0
+    for event in events:
+        if isinstance(event, Allocated | Released):
+            sign, block = 1 if isinstance(event, Allocated) else -1, event.block
+            if block.place in live:
+                live[block.place] += sign * block.nbytes
+                rounded += sign * _power_of_two(block.nbytes) * (block.place == PINNED)
+        elif isinstance(event, Marked) and event.name == RESET:
+            most, most_pinned = sum(live.values()), rounded
+        most, most_pinned = max(most, sum(live.values())), max(most_pinned, rounded)
+    return most, most_pinned
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
