@@ -35,7 +35,7 @@ class FSDPStep(RankStep):
 
     def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
         options: dict[str, Any] = _dtypes(case)
-        if isinstance(case, FSDPCase) and case.offload:
+        if isinstance(case, FSDPCase | OwnModelCase) and case.offload:
             options["cpu_offload"] = True
         if implementation.accepts("wrap"):
             options["wrap"] = with_blocks(self.made.blocks)

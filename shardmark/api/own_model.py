@@ -72,6 +72,8 @@ class OwnModelCase:
     """Size of their second dimension; None: the size in the user's batch."""
     checkpointed: bool = False
     """Whether each block's activations are recomputed, under whatever else the strategy does."""
+    offload: bool = False
+    """Whether shards are in the host's memory, where the strategy has that option."""
     optimizer: str = "AdamW"
     """The name of the optimizer's class."""
     recipe: Recipe = PLAIN

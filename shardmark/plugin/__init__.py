@@ -74,8 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "family(name, option=None, only=None): run over the family's implementations; with `option`, those whose "
         "target has a parameter of that name (an --impl target without it is skipped); with `only`, those of these "
         "names, and every --impl target if the reference is among them",
-        "meshes(text, ..., smoke=None): run over these meshes, such as 'dp=2,tp=2', at smoke scale over those of `smoke`, "
-        "or over those of --mesh",
+        "meshes(text, ..., smoke=None): run over these meshes, such as 'dp=2,tp=2', at smoke scale over those of "
+        "`smoke`, or over those of --mesh",
         "cases(grid): run over the grid's cases at --scale",
         "question(text, columns=None, short=None, answer=None, derivation=None, plots=()): the question that the rows "
         "of these tests answer; they share a table of these columns, a line at the end of the run (`short`, and what "

@@ -30,7 +30,8 @@ Keep in mind:
 - The interval of a row is by other authors' rows on the same chip. The one that predictions show is by all of them.
 - Missed: small micro-batches on 40 GB (torch2.md), models of 20 and 77 million parameters and the H200, and one blog
   whose steps take 1.6 times as long as predicted. Only one row is bound by its host, so the host's time for a
-  collective is not fitted. A row on an H200 is judged by H100s.
+  collective is not fitted. A row on an H200 is judged by H100s; predictions for one have the interval of a chip
+  without a source.
 - Most rows are by one group of authors (MosaicML). Rows near the memory's limit are slower than any simulation says:
   an allocator that runs out frees and waits.
 

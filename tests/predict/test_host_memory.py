@@ -27,6 +27,8 @@ from shardmark.meter.recording import mark, recording
 from shardmark.predict.simulation.host_memory import PAGEABLE, PINNED, place_of
 from shardmark.predict.simulation.predict import Predicted, predict, simulation
 from shardmark.predict.simulation.schedule import COPY, HOST, Step
+from shardmark.predict.what_fits.prediction import Prediction, Strategy, followed
+from shardmark.predict.what_fits.prediction import predicted as predicted_strategy
 from shardmark.ranks.world import World
 
 H100 = hardware("h100-80gb")
@@ -162,3 +164,15 @@ def test_the_host_computes_what_is_in_its_memory_and_makes_its_results_there() -
 def test_where_the_link_is_not_known_bytes_are_predicted_and_no_time() -> None:
     memory, step = simulated(lambda: torch.zeros(MIB).cpu(), replace(H100, host_link=float("nan")))
     assert memory.host == 4 * MIB and step is None
+
+
+def test_a_users_own_model_is_predicted_with_offload() -> None:
+    """GPT of the examples: the device keeps neither shards nor their state, the host four times a shard."""
+    case = followed("examples/gpt.py:make").case
+    fsdp2 = Strategy(resolve("fsdp", "fsdp2"))
+    kept, offloaded = (
+        predicted_strategy(replace(fsdp2, offloaded=each), replace(case, ranks=8), H100) for each in (False, True)
+    )
+    assert isinstance(kept, Prediction) and isinstance(offloaded, Prediction)
+    assert kept.host == 0 and offloaded.host == pytest.approx(16 * case.parameters / 8, rel=0.02)
+    assert offloaded.tensors < kept.tensors and offloaded.steps[H100.name].seconds > kept.steps[H100.name].seconds

@@ -20,8 +20,9 @@ from shardmark.predict.simulation.schedule import COPY, HOST, Step
 
 TABLE = Path(__file__).with_name("within.toml")
 OTHER = "other"
-CHIPS = {"a100-40gb": "a100", "a100-80gb": "a100", "h100-80gb": "h100", "h100-96gb": "h100", "h200": "h100"}
-"""Chips with sources, by device."""
+CHIPS = {"a100-40gb": "a100", "a100-80gb": "a100", "h100-80gb": "h100", "h100-96gb": "h100"}
+"""Chips with sources, by device. The H200 has H100's chip and another memory; its only authors' steps lie outside of
+what H100s' say, so it counts as a chip without a source."""
 HALVES = (torch.bfloat16, torch.float16)
 
 

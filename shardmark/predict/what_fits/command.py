@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         if given.json is not None:
             given.json.touch()  # report a file that cannot be written before minutes of work
         predictions = Predictions(given.model, devices, recipe)
-        strategies = _strategies(named, predictions.model)
+        strategies = _strategies(named, predictions.model, given.offload)
         found = outcomes(predictions, strategies, ranks, devices, given.own_batch, given.context)
         if given.json is not None:
             given.json.write_text(json.dumps(saved(predictions.model, found), indent=1) + "\n")
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, (metavar, says) in RECIPE.items():
         parser.add_argument(f"--{name}", metavar=metavar, help=says)
+    parser.add_argument("--offload", action="store_true", help="also with shards in the host's memory, where one can")
     parser.add_argument("--own-batch", action="store_true", help="predict your batch, and search for none")
     parser.add_argument("--context", action="store_true", help="find the longest context that fits, of each strategy")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all of it, in bytes")
@@ -105,13 +106,14 @@ def _implementations(own: Sequence[str]) -> list[Implementation]:
     return list(dict.fromkeys(found))
 
 
-def _strategies(implementations: Sequence[Implementation], model: ModelFacts) -> list[Strategy]:
+def _strategies(implementations: Sequence[Implementation], model: ModelFacts, offload: bool) -> list[Strategy]:
     """Each implementation as it is, with checkpointing where the model has blocks, with products in bfloat16 where they
-    are in float32, and with both."""
+    are in float32, with both, and each of these with shards in the host's memory where it has that option."""
     can_be = model.has_blocks and not model.case.checkpoints
     return [
-        Strategy(each, checkpointed, bfloat16)
+        Strategy(each, checkpointed, bfloat16, offloaded)
         for each in implementations
         for bfloat16 in ((False, True) if model.case.compute_dtype == "float32" else (False,))
         for checkpointed in ((False, True) if can_be and not FAMILIES[each.family].checkpoints else (False,))
+        for offloaded in ((False, True) if offload and each.accepts("cpu_offload") else (False,))
     ]

@@ -33,11 +33,13 @@ MOST = 2**62
 
 @dataclass(frozen=True)
 class Strategy:
-    """An implementation; perhaps with each block checkpointed, or with a float32 model's products in bfloat16."""
+    """An implementation; perhaps with each block checkpointed, with a float32 model's products in bfloat16, or with
+    shards in the host's memory."""
 
     implementation: Implementation
     checkpointed: bool = False
     bfloat16: bool = False
+    offloaded: bool = False
 
     @property
     def family(self) -> str:
@@ -56,7 +58,7 @@ class Strategy:
         return str(self) if named != [self.family] else str(self).removeprefix(f"{self.family}=")
 
     def __str__(self) -> str:
-        more = ["checkpointing"] * self.checkpointed + ["bfloat16"] * self.bfloat16
+        more = ["checkpointing"] * self.checkpointed + ["bfloat16"] * self.bfloat16 + ["offload"] * self.offloaded
         return " + ".join([f"{self.family}={self.implementation}", *more])
 
 
@@ -88,6 +90,10 @@ class Prediction:
     """Bytes live before a steady-state step: neither a smaller batch nor checkpointing makes them fewer."""
     made: int
     """Peak bytes reserved on the device until the model is made and sharded."""
+    host: int = 0
+    """Peak bytes of tensors that are offloaded to the host's memory."""
+    pinned: int = 0
+    """Peak bytes of pinned blocks there, as PyTorch rounds them up."""
     steps: dict[str, StepTime] = field(default_factory=dict)
     """A step's time, by hardware."""
 
@@ -116,7 +122,7 @@ def predicted(
 ) -> Prediction | Refused:
     """Predict the case under a strategy on `on`, with step times on `alike`, devices that need the same memory."""
     recipe = replace(case.recipe, compute_dtype="bfloat16") if strategy.bfloat16 else case.recipe
-    case = replace(case, checkpointed=strategy.checkpointed, recipe=recipe)
+    case = replace(case, checkpointed=strategy.checkpointed, offload=strategy.offloaded, recipe=recipe)
     workload = family(strategy.family).workload
     assert workload is not None, "a strategy is of a family that trains a user's own model"
     plan = Plan(workload, strategy.implementation, None, case, "cpu", case.ranks, observers=(_Made,))
@@ -133,6 +139,8 @@ def predicted(
         at_most=taken.reserved_at_most or taken.peak,
         before_step=taken.phases["before_step"],
         made=made.reserved or made.peak,
+        host=taken.host,
+        pinned=taken.pinned,
         steps={
             each.name: _step_time(measured.steps[each.name], each)
             for each in (on, *alike)

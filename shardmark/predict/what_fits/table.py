@@ -18,6 +18,8 @@ WIDE = 140
 """Columns of a screen that has room for all figures."""
 _MORE = ("of first", "step ms", "9 of 10", "tensors", "at most", "free")
 """Figures that a narrow table leaves out."""
+_OF_HOST = ("host", "pinned")
+"""Figures of offloaded strategies."""
 
 
 def lines(model: ModelFacts, found: Sequence[Outcome], width: int = WIDE) -> Iterator[str]:
@@ -31,8 +33,8 @@ def lines(model: ModelFacts, found: Sequence[Outcome], width: int = WIDE) -> Ite
         yield f"{on.name}: {_gib(on.memory_bytes)}{context}"
         reasons = list(dict.fromkeys(o.found.reason for o in outcomes if isinstance(o.found, Refused)))
         rows = [_cells(outcome, outcomes[0], reasons) for outcome in outcomes]
-        if width < WIDE:
-            rows = [{name: cell for name, cell in row.items() if name not in _MORE} for row in rows]
+        dropped = (*_OF_HOST * (not any(row["host"] for row in rows)), *_MORE * (width < WIDE))
+        rows = [{name: cell for name, cell in row.items() if name not in dropped} for row in rows]
         yield from layout(rows, left=("strategy", "fits"))
         for number, reason in enumerate(reasons, 1):
             yield f"[{number}] {reason}"
@@ -70,6 +72,8 @@ def _cells(outcome: Outcome, first: Outcome, reasons: list[str]) -> dict[str, st
         "reserved": _gib(known.reserved) if known else None,
         "at most": _gib(known.at_most) if known else None,
         "free": None if outcome.free is None else _gib(outcome.free),
+        "host": _gib(known.host) if known and known.host else None,
+        "pinned": _gib(known.pinned) if known and known.host else None,
         "fits": _verdict(outcome, reasons),
     }
 
