@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from correctness.attention.accuracy import random_inputs
-from correctness.engine.calls import MODES
+from correctness.engine.calls import BACKWARDS, MODES
 from correctness.engine.examples import autocast_takes
+from correctness.engine.strides import any_strides, any_strides_of_rows
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
@@ -19,10 +20,18 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns_apart": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
     "rows_inside": lambda x: x.mT.contiguous().mT,
     "odd_offset": lambda x: torch.cat([x[..., :1], x], dim=-1)[..., 1:],
-    "rows_of_more": lambda x: torch.cat([x, x], dim=-2)[..., : x.shape[-2], :],
+    "rows_of_more": lambda x: _rows_of_more(x),
     "one_for_all_sequences": lambda x: x[:1].expand_as(x) if x.ndim > 2 else x,
     "one_for_all_rows": lambda x: x[..., :1, :].expand_as(x),
+    "heads_of_a_projection": lambda x: _rows_of_more(x.transpose(-3, -2)).transpose(-3, -2) if x.ndim > 2 else x,
+    "any_strides": any_strides,
+    "any_strides_of_rows": any_strides_of_rows,
 }
+
+
+def _rows_of_more(x: Tensor) -> Tensor:
+    return torch.cat([x, x], dim=-2)[..., : x.shape[-2], :]
+
 
 PROFILES: dict[str, Callable[[Tensor], Tensor]] = {  # profile of the scores over keys at 0 to 1, as a share
     "none": torch.zeros_like,
@@ -46,6 +55,8 @@ class Call:
     head_dim: int
     dtype: torch.dtype
     scale: float
+    size: float
+    """Size of v and of the output's gradient; half precision has 1."""
     profile: str
     top: float
     """The profile's height in scores: weights of exp(-25) count in float64, those of exp(-200) in no dtype."""
@@ -59,6 +70,7 @@ class Call:
     mode: str
     needs: str
     backward: str
+    checkpointed: bool
     later: bool
     """Run backward after all calls, last call first."""
     seed: int
@@ -70,6 +82,8 @@ class Call:
         shapes = (*q_leading, self.q_len, self.head_dim), (*self.leading, self.k_len, self.head_dim)
         q, k, v, grad = random_inputs(*shapes, torch.float32, device)
         q, k = self.scale * q, self.scale * k
+        if self.arithmetic.itemsize > 2:  # half precision rounds small numbers to zero, and large sums overflow
+            v, grad = self.size * v, self.size * grad
         if self._has_profile():
             at = torch.linspace(0, 1, self.k_len, device=device) if self.k_len > 1 else torch.ones(1, device=device)
             q[..., 0], k[..., 0] = 4.0, PROFILES[self.profile](at) * self._top() * self.head_dim**0.5 / 4
@@ -117,7 +131,9 @@ class Call:
             f"{self.shared} share memory" if self.shared != "none" else "",
             f"a NaN in {self.nan[0]} at key {self.nan_key}" if self.nan else "",
             f"layouts {'/'.join(self.layouts)}" if set(self.layouts) != {"contiguous"} else "",
+            f"values of {self.size:g}" if self.size != 1 else "",
             self.mode,
+            "checkpointed" if self.checkpointed else "",
         ]
         return ", ".join(filter(None, words))
 
@@ -129,12 +145,13 @@ layouts = st.just("contiguous") | st.sampled_from(list(LAYOUTS))
 CALLS = st.builds(
     Call,
     leading=st.lists(st.integers(1, 3), max_size=3).map(tuple),
-    group=st.integers(1, 3),
+    group=st.integers(1, 3) | st.sampled_from([1, 8, 17]),
     q_len=LENGTHS,
     k_len=LENGTHS,
     head_dim=st.sampled_from([16, 8, 32, 12, 64, 1, 3, 24, 40, 72, 128, 136, 192, 256]),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
     scale=st.sampled_from([1.0, 0.1, 5.0]),
+    size=st.just(1.0) | st.sampled_from([1e-8, 1e6]),
     profile=st.just("none") | st.sampled_from(list(PROFILES)),
     top=st.sampled_from([25.0, 200.0, 30_000.0]),
     is_causal=st.booleans(),
@@ -143,7 +160,8 @@ CALLS = st.builds(
     nan=st.none() | st.none() | st.tuples(st.just("v"), st.sampled_from([0.0, 0.3, 1.0])),
     mode=st.just("gradients") | st.sampled_from(list(MODES)),
     needs=st.just("qkv") | st.sampled_from(["q", "k", "v", "qk", "qv", "kv"]),
-    backward=st.sampled_from(["grad", "backward", "twice", "never"]),
+    backward=st.sampled_from(BACKWARDS),
+    checkpointed=st.sampled_from([False, False, False, True]),
     later=st.booleans(),
     seed=st.integers(0, 2**20),
 ).filter(lambda call: autocast_takes(call.mode, call.dtype))

@@ -10,6 +10,7 @@ from torch import Tensor
 from correctness.attention.accuracy import assert_as_accurate_as_eager, random_inputs, results
 from correctness.attention.events import LAYOUTS
 from correctness.engine.examples import one_beyond_tiles
+from correctness.engine.strides import alike_and_each_its_own
 from correctness.support.contracts import assert_near, skip_if_slow
 from impl.attention import eager_attention
 from shardmark.api import Implementation
@@ -174,6 +175,7 @@ GROUPED = {  # shapes of q, and of k and v
     "many_leading_dims": ((2, 1, 4, 45, 16), (2, 1, 2, 33, 16)),
     "one_query": ((2, 4, 1, 16), (2, 2, 33, 16)),
     "tiles": ((3, 200, 16), (1, 210, 16)),
+    "more_than_16_in_a_group": ((1, 34, 5, 16), (1, 2, 9, 16)),
 }
 
 
@@ -191,6 +193,7 @@ def test_takes_grouped_query_heads(
 
 NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
     **{how: LAYOUTS[how] for how in ("heads_inside", "columns_apart", "rows_inside", "odd_offset", "rows_of_more")},
+    "heads_of_a_projection": LAYOUTS["heads_of_a_projection"],
     # one projection for q, k and v
     "one_projection": lambda x: torch.cat([x, x, x], dim=-1)[..., x.shape[-1] : 2 * x.shape[-1]],
 }
@@ -199,9 +202,11 @@ NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("how", NON_CONTIGUOUS)
 def test_takes_non_contiguous_inputs(implementation: Implementation, how: str, dtype: torch.dtype, device: str) -> None:
-    inputs = [NON_CONTIGUOUS[how](x) for x in _inputs("many_leading_dims", dtype, device)]
-    assert not any(x.is_contiguous() for x in inputs)
-    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
+    for layouts in alike_and_each_its_own(how, [*NON_CONTIGUOUS]):
+        drawn = random_inputs((2, 3, 33, 24), (2, 3, 33, 24), dtype, device)
+        inputs = [NON_CONTIGUOUS[each](x) for each, x in zip(layouts, drawn, strict=True)]
+        assert not any(x.is_contiguous() for x in inputs)
+        assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
 
 
 @pytest.mark.parametrize("how", NON_CONTIGUOUS)
@@ -245,13 +250,14 @@ def test_gives_gradients_to_the_inputs_that_require_them(
 
 
 @pytest.mark.judged
-@pytest.mark.parametrize("many", ["queries", "keys", "sequences"])
+@pytest.mark.parametrize("many", ["queries", "keys", "sequences", "sequences_of_heads"])
 def test_more_than_65536_of_them(implementation: Implementation, many: str, device: str) -> None:
     """Beyond what 16 bits count, in which kernels may number tiles, rows or programs."""
     batch, q_len, k_len = (
-        65_600 if many == one else few for one, few in (("sequences", 1), ("queries", 3), ("keys", 3))
+        65_600 if many.startswith(one) else few for one, few in (("sequences", 1), ("queries", 3), ("keys", 3))
     )
-    inputs = random_inputs((batch, q_len, 16), (batch, k_len, 16), torch.float32, device)
-    part = [x[: max(1, batch // 64), : max(3, x.shape[1] // 64)] for x in inputs]
+    leading = (batch, 1) if many == "sequences_of_heads" else (batch,)
+    inputs = random_inputs((*leading, q_len, 16), (*leading, k_len, 16), torch.float32, device)
+    part = [x[: max(1, batch // 64), ..., : max(3, x.shape[-2] // 64), :] for x in inputs]
     skip_if_slow(implementation, lambda: results(implementation.watched, part, False), device)
     assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=False)

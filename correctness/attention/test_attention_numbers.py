@@ -97,6 +97,31 @@ def test_a_later_key_is_not_seen_however_large_its_score(
     assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scores", ["far_below_zero", "far_above_the_visible_ones"])
+@MASKS
+def test_large_scores_of_half_precision_are_exact(
+    implementation: Implementation, is_causal: bool, scores: str, dtype: torch.dtype, device: str
+) -> None:
+    """Products of q and k are multiples of 2,048 up to 61,440, which half precision represents: kernels for it alone
+    may begin a maximum at a finite number, or mask by adding one. Column c of v is 1 at key c, so the output is the
+    weights; that of the output's gradient is 1 at query c."""
+    q, k, v, grad = (torch.zeros(2, 16, 16, dtype=dtype, device=device) for _ in range(4))
+    for x in (v, grad):
+        x[:] = torch.eye(16)
+    seen = torch.ones(16, 16, device=device)
+    if scores == "far_below_zero":
+        q[..., 0], k[..., 0] = -240.0, 256.0
+        seen = seen.tril() if is_causal else seen
+    else:
+        q[..., 0], k[..., 0] = 64.0, 64.0 * torch.arange(16)
+        seen = torch.eye(16, device=device) if is_causal else seen.mul(torch.arange(16, device=device) == 15)
+    weights = (seen / seen.sum(-1, keepdim=True)).double().expand(2, 16, 16)
+    found = results(implementation.watched, [q, k, v, grad], is_causal)
+    wanted = {"out": weights, "dv": weights.mT}
+    assert_near(found, wanted, f"scores {scores.replace('_', ' ')}", share=4 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.should("a NaN reaches every output that attends to its key")
 @WIDE
 @pytest.mark.parametrize("less", [25, 200])

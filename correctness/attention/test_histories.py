@@ -33,7 +33,7 @@ class Running(RunningCall):
             self.leaves = first.leaves if first else self._leaves(needed)
             same = dict(zip(map(id, self.inputs), self.leaves.values(), strict=False))  # shared inputs stay shared
             qkv = list(self.leaves.values()) if needed else [same[id(x)] for x in self.inputs[:3]]
-            self.out = attention(*qkv, is_causal=call.is_causal)
+            self.out = self.called(lambda *qkv: attention(*qkv, is_causal=call.is_causal), *qkv)
         self._look_at_the_output()
         self.kept = {"out": self.out.detach().clone()}
         self.results["out"] = self.out.detach()
@@ -59,10 +59,12 @@ class Running(RunningCall):
             f"of {call}: out is a number for queries that attend to the NaN, however small its weight"
         )
 
-    def _assert_accurate(self, found: dict[str, Tensor]) -> None:
+    def _assert_accurate(self, found: dict[str, Tensor], times: float = 1) -> None:
+        """Check results of the inputs, and of `times` the output's gradient."""
+        inputs = [*self.inputs[:3], times * self.inputs[3]]
         found = {name: x.detach().to(self.call.dtype) for name, x in found.items()}
         arithmetic, when = self.call.arithmetic, f"of {self.call}: "
-        assert_accurate(found, self.inputs, self.call.is_causal, TIMES, when, arithmetic)
+        assert_accurate(found, inputs, self.call.is_causal, TIMES, when, arithmetic)
 
     def backward(self) -> None:
         """Run backward as the call asks; a second backward may raise an error."""
@@ -72,7 +74,8 @@ class Running(RunningCall):
             self.out.backward(grad)
             gradients = {name: x.grad for name, x in self.leaves.items()}
         else:
-            gradients = self._gradients(needed, grad, retain_graph=call.backward == "twice")
+            with self.mode_of_backward():
+                gradients = self._gradients(needed, grad, retain_graph=call.backward == "twice")
         for name, x in self.leaves.items():
             given = gradients.get(name) is not None
             assert given == x.requires_grad, (
@@ -85,12 +88,14 @@ class Running(RunningCall):
         if call.nan is None:
             self._assert_accurate(found)
         if call.backward == "twice":
+            for x in found.values():
+                x.zero_()
             try:
-                again = self._gradients(needed, grad)
+                again = self._gradients(needed, -2 * grad)
             except RuntimeError:
                 again = {}
             if call.nan is None:
-                self._assert_accurate({f"d{name}": x for name, x in again.items()})
+                self._assert_accurate({f"d{name}": x for name, x in again.items()}, times=-2)
         self.results |= found
         self.kept |= {name: x.clone() for name, x in found.items()}
         self.waits = False

@@ -14,9 +14,11 @@ import pytest
 import torch
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from correctness.engine.histories import Problem, hold
 from correctness.support.contracts import assert_unchanged
+from correctness.support.default_dtype import default_dtype
 from impl.interpreting import requires_triton
 from shardmark.api import Implementation, Unsupported
 
@@ -27,7 +29,19 @@ MODES: dict[str, Callable[[str], AbstractContextManager[object]]] = {
     "nothing_requires_grad": lambda device: nullcontext(),
     "autocast to bfloat16": lambda device: torch.autocast(device, dtype=torch.bfloat16),
     "autocast to float16": lambda device: torch.autocast(device, dtype=torch.float16),
+    "default dtype bfloat16": lambda device: default_dtype(torch.bfloat16),
+    "default dtype float64": lambda device: default_dtype(torch.float64),
+    "what is saved moves": lambda device: torch.autograd.graph.saved_tensors_hooks(_moved, lambda x: x),
 }
+"""Surroundings of a call's forward. As offloading does, the last one saves contiguous copies for backward."""
+
+BACKWARDS = ("grad", "in its mode", "backward", "twice", "never")
+"""How backward runs: by `torch.autograd.grad`, outside of the call's mode or in it, or by `backward()`; twice, the
+second time with other gradients."""
+
+
+def _moved(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 class RunningCall:
@@ -45,6 +59,23 @@ class RunningCall:
 
     def backward(self) -> None:
         raise NotImplementedError
+
+    def called(self, function: Callable[..., Any], *tensors: Tensor) -> Any:
+        """Call the function; if the call is checkpointed, forward runs once more in backward."""
+        if not (self.call.checkpointed and self.waits):
+            return function(*tensors)
+        return checkpoint(function, *tensors, use_reentrant=self.call.backward == "backward")
+
+    def mode_of_backward(self) -> AbstractContextManager[object]:
+        device = next(iter(self.memory.values())).device.type
+        return MODES[self.call.mode](device) if self.call.backward == "in its mode" else nullcontext()
+
+    def spend(self) -> None:
+        """Overwrite the results, as a caller may that adds to a loss, clips gradients or sets them to zero."""
+        with torch.inference_mode():
+            for x in self.results.values():
+                x.fill_(7)
+        self.kept = {name: x.clone() for name, x in self.results.items()}
 
     def look(self, when: str) -> None:
         """Assert that its inputs, the memory around them and its results are unchanged."""
@@ -80,6 +111,9 @@ def play(events: list[Any], begin: Callable[[Any], RunningCall], write: Callable
         if calls[-1].waits and not call.later:
             calls[-1].backward()
             look(calls, "after a backward")
+        if not calls[-1].waits:
+            calls[-1].spend()
+            look(calls, "after results of a call were overwritten")
     for each in reversed(calls):
         if each.waits:
             each.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,15 +47,17 @@ class Inputs:
 def random_inputs(
     operation: str, rows: int, dim: int, device: str, dtype: torch.dtype = torch.float32, lead: tuple[int, ...] = ()
 ) -> Inputs:
-    """Draw arguments of unit variance and gradients: (*lead, rows, dim), and of `rotary` q (2, 3, rows, dim) and k (2,
-    1, rows, dim) with dim rounded up to an even number, and angles as a decoder has them."""
+    """Draw arguments of unit variance and gradients: (*lead, rows, dim), and of `rotary` q (batch, 3, rows, dim) and k
+    (batch, 1, rows, dim) with dim rounded up to an even number, and angles as a decoder has them. The batch is what
+    `lead` multiplies to, or 2."""
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device)
 
     if operation == "rotary":
         dim += dim % 2
-        q, k = (2, 3, rows, dim), (2, 1, rows, dim)
+        batch = math.prod(lead) if lead else 2
+        q, k = (batch, 3, rows, dim), (batch, 1, rows, dim)
         frequencies = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         angles = torch.outer(torch.arange(rows, dtype=torch.float64), frequencies).to(device)
         tensors = {"q": drawn(*q), "k": drawn(*k), "cos": angles.cos(), "sin": angles.sin()}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from correctness.engine.calls import MODES, RunningCall, hold_calls, play
+from correctness.engine.calls import BACKWARDS, MODES, RunningCall, hold_calls, play
 from correctness.engine.examples import autocast_takes
 from correctness.layers.accuracy import TIMES, assert_accurate
 from correctness.layers.layouts import EXPANDED, LAYOUTS, laid_out
@@ -20,6 +20,7 @@ from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("layers"), pytest.mark.usefixtures("poisoned")]
 
+CONTIGUOUS = "contiguous"
 DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
@@ -36,12 +37,15 @@ class Call:
     """Weight and tables are float32 beside half precision."""
     scale: float
     eps: float
-    layout: str
-    grads: str
+    layouts: tuple[str, ...]
+    """Layouts of the arguments."""
+    grads: tuple[str, ...]
+    """Layouts of the gradients of the results."""
     mode: str
     needs: int
     """The number of the argument that alone requires a gradient; of a larger number all do."""
     backward: str
+    checkpointed: bool
     later: bool
     seed: int
 
@@ -53,7 +57,7 @@ class Call:
         half = self.dtype.itemsize == 2 and self.wide_weight
         cast = replace(drawn, tensors=tensors, eps=self.eps).to(self.dtype, torch.float32 if half else None)
         empty = not all(x.numel() for x in cast.tensors.values())
-        return cast if empty else laid_out(cast, self.layout, self.grads)
+        return cast if empty else laid_out(cast, self.layouts, self.grads)
 
     def needed(self, inputs: Inputs) -> list[str]:
         return inputs.learned[self.needs : self.needs + 1] or inputs.learned
@@ -64,11 +68,18 @@ class Call:
         words = [
             f"{self.operation} of {self.rows} rows, dim {self.dim}, before them {self.lead}, {self.dtype}{weight}",
             f"scale {self.scale}, eps {self.eps}",
-            f"layouts {self.layout or 'contiguous'} and {self.grads or 'contiguous'}",
-            self.mode,
+            *(f"{of} {'/'.join(layouts)}" for of, layouts in self._unusual()),
+            f"{self.mode}{', checkpointed' * self.checkpointed}",
         ]
         return ", ".join(words)
 
+    def _unusual(self) -> list[tuple[str, tuple[str, ...]]]:
+        given = {"layouts": self.layouts, "gradients": self.grads}
+        return [(of, layouts) for of, layouts in given.items() if set(layouts) != {CONTIGUOUS}]
+
+
+layouts = st.just(CONTIGUOUS) | st.sampled_from(list(LAYOUTS))
+of_gradients = st.just(CONTIGUOUS) | st.sampled_from([*LAYOUTS, *EXPANDED])
 
 HISTORIES = st.lists(
     st.builds(
@@ -76,16 +87,17 @@ HISTORIES = st.lists(
         operation=st.sampled_from(list(OPERATIONS)),
         rows=st.integers(0, 9) | st.sampled_from([16, 17, 33]),
         dim=st.integers(1, 40) | st.sampled_from([63, 64, 65, 127, 129, 257, 1025]),
-        lead=st.sampled_from([(), (), (2,), (2, 3)]),
+        lead=st.sampled_from([(), (), (2,), (2, 3), (1,)]),
         dtype=st.sampled_from(DTYPES),
         wide_weight=st.booleans(),
         scale=st.sampled_from([1.0, 1.0, 0.01, 100.0]),
-        eps=st.sampled_from([1e-5, 1e-6, 1e-2]),
-        layout=st.just("") | st.sampled_from(list(LAYOUTS)),
-        grads=st.just("") | st.sampled_from([*LAYOUTS, *EXPANDED]),
+        eps=st.sampled_from([1e-5, 1e-6, 1e-2, 0.0]),
+        layouts=st.tuples(*[layouts] * 4) | layouts.map(lambda how: (how,) * 4),
+        grads=st.tuples(of_gradients, of_gradients),
         mode=st.just("gradients") | st.sampled_from(list(MODES)),
         needs=st.integers(0, 5),
-        backward=st.sampled_from(["grad", "backward", "twice", "never"]),
+        backward=st.sampled_from(BACKWARDS),
+        checkpointed=st.sampled_from([False, False, False, True]),
         later=st.booleans(),
         seed=st.integers(0, 2**20),
     ).filter(lambda call: autocast_takes(call.mode, call.dtype)),
@@ -101,7 +113,11 @@ class Running(RunningCall):
         needed = asked.needed(self.inputs) if self.waits or asked.mode == "no_grad" else []
         with MODES[asked.mode](device):
             self.leaves = leaves_of(self.inputs, needed)
-            self.found = call(layers, self.inputs, self.leaves)
+            results = self.called(
+                lambda *x: tuple(call(layers, self.inputs, dict(zip(self.leaves, x, strict=True))).values()),
+                *self.leaves.values(),
+            )
+        self.found = dict(zip(self.inputs.grads, results, strict=True))
         tracked = any(x.requires_grad for x in self.found.values())
         assert tracked == self.waits, f"of {asked}: a result {'requires' if tracked else 'does not require'} a gradient"
         self._take({name: x.detach() for name, x in self.found.items()})
@@ -109,9 +125,9 @@ class Running(RunningCall):
             self.waits = False
             del self.found
 
-    def _take(self, found: dict[str, Tensor]) -> None:
+    def _take(self, found: dict[str, Tensor], inputs: Inputs | None = None) -> None:
         """Check the results, and keep copies that must stay equal."""
-        assert_accurate(found, self.inputs, TIMES, f"of {self.call}: ")
+        assert_accurate(found, inputs or self.inputs, TIMES, f"of {self.call}: ")
         self.results |= found
         self.kept = {name: x.clone() for name, x in self.results.items()}
 
@@ -125,13 +141,19 @@ class Running(RunningCall):
             self._take({f"grad_{name}": x.grad for name, x in self.leaves.items() if x.grad is not None})
         else:
             twice = self.call.backward == "twice"
-            self._take(gradients(self.found, self.leaves, self.inputs, retain_graph=twice))
+            with self.mode_of_backward():
+                found = gradients(self.found, self.leaves, self.inputs, retain_graph=twice)
+            self._take(found)
             if twice:
+                for x in found.values():
+                    x.zero_()
+                self._take({})
+                others = replace(self.inputs, grads={name: -2 * x for name, x in self.inputs.grads.items()})
                 try:
-                    again = gradients(self.found, self.leaves, self.inputs)
+                    again = gradients(self.found, self.leaves, others)
                 except RuntimeError:
                     again = {}
-                self._take(again)
+                self._take(again, others)
         self.waits = False
         del self.found
 

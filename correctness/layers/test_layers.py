@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from correctness.engine.examples import one_beyond_tiles
+from correctness.engine.strides import alike_and_each_its_own
 from correctness.layers.accuracy import assert_accurate, assert_as_accurate_as_eager
 from correctness.layers.layouts import EXPANDED, LAYOUTS, laid_out
 from correctness.layers.operations import Inputs, call, leaves_of, random_inputs, results
-from correctness.support.contracts import assert_near
+from correctness.support.contracts import assert_near, skip_if_slow
 from impl.layers import OPERATIONS, EagerLayers
 from shardmark.api import Implementation, RegistryError, resolve
 from shardmark.api.registry import check_contract
@@ -32,8 +33,9 @@ SIZES = {  # rows, dim
     "block_and_one": (9, 1025),
     "wider_than_a_block": (3, 8200),
     "rows_beyond_programs": (300, 8),
+    "narrow_rows_beyond_1024": (2051, 6),
 }
-SIZE = [pytest.param(name, marks=pytest.mark.large if "programs" in name else ()) for name in SIZES]
+SIZE = [pytest.param(name, marks=pytest.mark.large if "rows_beyond" in name else ()) for name in SIZES]
 
 
 @EACH
@@ -43,6 +45,20 @@ def test_is_as_accurate_as_eager(
     implementation: Implementation, size: str, dtype: torch.dtype, operation: str, device: str
 ) -> None:
     assert_as_accurate_as_eager(implementation.watched, random_inputs(operation, *SIZES[size], device, dtype))
+
+
+@pytest.mark.large
+@pytest.mark.judged
+@EACH
+def test_more_rows_than_16_bits_count(implementation: Implementation, operation: str, device: str) -> None:
+    """65,560 of them: kernels may number rows or programs in 16 bits, and grids end at 65,535."""
+    rows = 65_560
+
+    def of(rows: int) -> Inputs:
+        return random_inputs(operation, rows, 2, device)
+
+    skip_if_slow(implementation, lambda: results(implementation.watched, of(rows // 8)), device)
+    assert_as_accurate_as_eager(implementation.watched, of(rows), when=f"of {rows:,} rows: ")
 
 
 @EACH
@@ -112,16 +128,21 @@ def test_weight_and_tables_may_be_float32_beside_half_precision(
 def test_takes_non_contiguous_arguments(
     implementation: Implementation, how: str, dtype: torch.dtype, operation: str, device: str
 ) -> None:
-    inputs = random_inputs(operation, 4, 24, device, dtype, lead=(2, 3))
-    assert_as_accurate_as_eager(implementation.watched, laid_out(inputs, how))
+    for layouts in alike_and_each_its_own(how, [*LAYOUTS, ""]):
+        inputs = random_inputs(operation, 4, 24, device, dtype, lead=(2, 3))
+        when = f"with arguments {', '.join(each or 'contiguous' for each in layouts)}: "
+        assert_as_accurate_as_eager(implementation.watched, laid_out(inputs, layouts), when=when)
 
 
 @EACH
 @pytest.mark.parametrize("how", [*LAYOUTS, *EXPANDED])
 def test_takes_gradients_of_any_strides(implementation: Implementation, how: str, operation: str, device: str) -> None:
     """A transpose after the layer, or a sum, gives its backward such a gradient."""
-    inputs = random_inputs(operation, 4, 24, device, lead=(2, 3))
-    assert_as_accurate_as_eager(implementation.watched, laid_out(inputs, "", how))
+    for layouts in alike_and_each_its_own(how, [*LAYOUTS, *EXPANDED, ""], 2):
+        inputs = random_inputs(operation, 4, 24, device, lead=(2, 3))
+        arguments = layouts[::-1] if how in LAYOUTS else ()
+        when = f"with gradients {', '.join(each or 'contiguous' for each in layouts)}: "
+        assert_as_accurate_as_eager(implementation.watched, laid_out(inputs, arguments, layouts), when=when)
 
 
 @EACH
@@ -168,7 +189,8 @@ def test_rotates_any_number_of_heads(implementation: Implementation, heads: tupl
         for name, count in zip([name for name in each if name[-1] in "qk"], heads, strict=True):
             each[name] = torch.randn(2, count, 5, 6, device=device)
     assert_as_accurate_as_eager(implementation.watched, inputs)
-    assert_as_accurate_as_eager(implementation.watched, laid_out(inputs, "heads_inside", "heads_inside"))
+    inside = ["heads_inside"] * 2
+    assert_as_accurate_as_eager(implementation.watched, laid_out(inputs, inside, inside))
 
 
 NOT_LAYERS = {

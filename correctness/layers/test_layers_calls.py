@@ -182,16 +182,18 @@ def test_a_second_backward_pass_is_right_or_an_error(
 def test_a_backward_after_a_change_in_place_is_right_or_an_error(
     implementation: Implementation, operation: str, device: str
 ) -> None:
-    """A block that adds to the residual stream in place: autograd sees it of what `save_for_backward` has, and of
-    nothing that is an attribute of ctx."""
-    for changed in random_inputs(operation, 7, 24, device).tensors:
+    """A block that adds to the residual stream, which is an argument or a result, in place: autograd sees it of what
+    `save_for_backward` has, and of nothing that is an attribute of ctx."""
+    drawn = random_inputs(operation, 7, 24, device)
+    for changed in (*drawn.tensors, *drawn.grads):
         inputs = random_inputs(operation, 7, 24, device)
         tensors = {name: x.clone() for name, x in inputs.tensors.items()}
         leaves = {name: x.requires_grad_(name in inputs.learned) for name, x in tensors.items()}
         with torch.compiler.set_stance("force_eager"):
             found = call(implementation.watched, inputs, leaves)
         with torch.no_grad():
-            tensors[changed].copy_(tensors[changed].flip(-1) + 1)
+            x = (tensors | found)[changed]
+            x.copy_(x.flip(-1) + 1)
         try:
             given = gradients(found, leaves, inputs)
         except RuntimeError:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correctness.layers.accuracy import assert_as_accurate_as_eager
-from correctness.layers.operations import call, random_inputs, results
+from correctness.layers.accuracy import assert_accurate, assert_as_accurate_as_eager
+from correctness.layers.operations import call, leaves_of, random_inputs, results
 from correctness.support.contracts import assert_near
 from impl.layers import OPERATIONS
 from shardmark.api import Implementation
@@ -30,6 +30,24 @@ def test_squares_may_overflow_float16(implementation: Implementation, size: floa
 
 
 @NORMS
+def test_products_of_gradient_and_weight_may_overflow_float16(
+    implementation: Implementation, operation: str, device: str
+) -> None:
+    """A scaled loss has gradients of thousands; those of large rows are small again."""
+    inputs = random_inputs(operation, 5, 40, device, torch.float16)
+    sizes = {"weight": 100.0, "x": 1000.0, "residual": 1000.0, "normed": 2000.0, "total": 1.0}
+    tensors, grads = (
+        {name: x.clamp(-3, 3) * sizes[name] for name, x in of.items()} for of in (inputs.tensors, inputs.grads)
+    )
+    leaves = leaves_of(replace(inputs, tensors=tensors, grads=grads))
+    found = call(implementation.watched, inputs, leaves)
+    learned = [leaves[name] for name in inputs.learned if name != "weight"]  # weight's gradient overflows
+    given = torch.autograd.grad([*found.values()], learned, [*grads.values()])
+    named = {f"grad_{name}": x for name, x in zip(inputs.learned, given, strict=False)}
+    assert_accurate(named, replace(inputs, tensors=tensors, grads=grads))
+
+
+@NORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_zeros_is_normed_to_zeros(
     implementation: Implementation, dtype: torch.dtype, operation: str, device: str
@@ -44,15 +62,15 @@ def test_a_row_of_zeros_is_normed_to_zeros(
 
 
 @NORMS
-@pytest.mark.parametrize("eps", [1e-8, 1e-5, 1e-2], ids=str)
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-5, 1e-2], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_eps_is_added_to_the_mean_of_the_squares(
     implementation: Implementation, dtype: torch.dtype, eps: float, operation: str, device: str
 ) -> None:
     """Numbers as small as the root of eps, so that another eps, or one added to the root, is another result."""
-    inputs = random_inputs(operation, 6, 32, device, dtype)
-    small = {name: x if name == "weight" else (x.double() * eps**0.5).to(dtype) for name, x in inputs.tensors.items()}
-    grads = {name: x * eps**0.5 for name, x in inputs.grads.items()}  # float16 could not hold gradients of x
+    inputs, root = random_inputs(operation, 6, 32, device, dtype), max(eps, 1e-8) ** 0.5
+    small = {name: x if name == "weight" else (x.double() * root).to(dtype) for name, x in inputs.tensors.items()}
+    grads = {name: x * root for name, x in inputs.grads.items()}  # float16 could not hold gradients of x
     assert_as_accurate_as_eager(implementation.watched, replace(inputs, tensors=small, grads=grads, eps=eps))
 
 

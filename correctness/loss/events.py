@@ -10,8 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from correctness.engine.calls import MODES
+from correctness.engine.calls import BACKWARDS, MODES
 from correctness.engine.examples import autocast_takes
+from correctness.engine.strides import any_strides, any_strides_of_rows
 from correctness.loss.accuracy import Inputs, random_inputs
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -21,6 +22,14 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows_apart": lambda x: x.repeat_interleave(2, dim=0)[::2],
     "odd_offset": lambda x: torch.cat([x[:, :1], x], dim=-1)[:, 1:],
     "one_for_all_rows": lambda x: x[:1].expand_as(x),
+    "any_strides": any_strides,
+    "any_strides_of_rows": any_strides_of_rows,
+}
+
+OF_TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": LAYOUTS["contiguous"],
+    "apart": any_strides,
+    "one for all": lambda x: x[:1].expand_as(x),
 }
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -43,13 +52,14 @@ class Call:
     values: str
     targets: str
     layouts: tuple[str, str]
-    targets_apart: bool
+    targets_layout: str
     shared: bool
     """hidden and weight are one tensor, as if a model scored its embedding against itself."""
     grad: float
     mode: str
     needs: str
     backward: str
+    checkpointed: bool
     later: bool
     seed: int
 
@@ -85,8 +95,7 @@ class Call:
         hidden, weight = LAYOUTS[self.layouts[0]](hidden.to(self.dtype)), LAYOUTS[self.layouts[1]](weight.to(of_weight))
         if self.shared:
             weight = hidden
-        if self.targets_apart:
-            targets = targets.repeat_interleave(2)[::2]
+        targets = OF_TARGETS[self.targets_layout](targets)
         return replace(inputs, hidden=hidden, weight=weight, targets=targets, grad=self._grad())
 
     def _grad(self) -> float:
@@ -101,8 +110,10 @@ class Call:
             f"values {self.values}" if self.values != "usual" else "",
             f"targets {self.targets}" if self.targets != "random" else "",
             f"layouts {'/'.join(self.layouts)}" if set(self.layouts) != {"contiguous"} else "",
+            f"targets {self.targets_layout}" if self.targets_layout != "contiguous" else "",
             "hidden is weight" if self.shared else "",
             self.mode,
+            "checkpointed" if self.checkpointed else "",
         ]
         return ", ".join(filter(None, words))
 
@@ -123,12 +134,13 @@ CALLS = st.builds(
     values=st.just("usual") | st.sampled_from(["large_hidden", "all_high", "all_low"]),
     targets=st.just("random") | st.sampled_from(["all_ignored", "last_alone", "first_word", "last_word"]),
     layouts=st.tuples(layouts, layouts),
-    targets_apart=st.booleans(),
+    targets_layout=st.sampled_from(["contiguous", "apart", "apart", "one for all"]),
     shared=st.sampled_from([False, False, False, True]),
-    grad=st.sampled_from([3.0, -1.0, 0.0, 512.0]),
+    grad=st.sampled_from([3.0, -1.0, 0.0, 512.0, 1.0]),
     mode=st.just("gradients") | st.sampled_from(list(MODES)),
     needs=st.just("hidden weight") | st.sampled_from(["hidden", "weight"]),
-    backward=st.sampled_from(["grad", "backward", "twice", "never"]),
+    backward=st.sampled_from(BACKWARDS),
+    checkpointed=st.sampled_from([False, False, False, True]),
     later=st.booleans(),
     seed=st.integers(0, 2**20),
 ).filter(lambda call: autocast_takes(call.mode, call.dtype, call.weight_dtype))

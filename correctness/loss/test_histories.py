@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ in some."""
 
 class Running(RunningCall):
     def __init__(self, loss_of: Loss, call: Call, device: str) -> None:
-        self.inputs, self.half_loss = call.inputs(device), loss_of is linear_cross_entropy
+        self.inputs, self.half_loss = call.inputs(device), inspect.unwrap(loss_of) is linear_cross_entropy
         tensors = {"hidden": self.inputs.hidden, "weight": self.inputs.weight, "targets": self.inputs.targets}
         super().__init__(call, tensors)
         needed = call.needs if self.waits or call.mode == "no_grad" else ""
@@ -31,7 +33,7 @@ class Running(RunningCall):
             leaves = [tensors[name].detach().requires_grad_(name in needed) for name in ("hidden", "weight")]
             if not needed and call.shared:
                 leaves[1] = leaves[0]
-            self.loss = loss_of(*leaves, self.inputs.targets, **call.options)
+            self.loss = self.called(lambda *x: loss_of(*x, self.inputs.targets, **call.options), *leaves)
         self.leaves = dict(zip(("grad_hidden", "grad_weight"), leaves, strict=True))
         asked = "has no" if self.waits else "requires a"
         assert self.loss.requires_grad == self.waits, f"of {call}, for {needed or 'nothing'}: the loss {asked} gradient"
@@ -40,15 +42,16 @@ class Running(RunningCall):
             self.waits = False
             del self.loss
 
-    def _take(self, found: dict[str, Tensor]) -> None:
-        """Check the results, and keep copies that must stay equal."""
+    def _take(self, found: dict[str, Tensor], times: float = 1) -> None:
+        """Check the results, gradients of `times` the loss, and keep copies that must stay equal."""
         when, call = f"of {self.call}: ", self.call
         if not (self.inputs.targets != call.ignored).any():
             for name, x in found.items():
                 assert (x == 0).all(), f"{when}{name} is {x.flatten()[:3].tolist()}, expected 0: no target counts"
         else:
             options = {"product": call.product, "half_loss": self.half_loss}
-            assert_accurate(found, self.inputs, TIMES, when, **options, **call.options)
+            inputs = replace(self.inputs, grad=times * self.inputs.grad)
+            assert_accurate(found, inputs, TIMES, when, **options, **call.options)
         self.results |= found
         self.kept = {name: x.clone() for name, x in self.results.items()}
 
@@ -64,14 +67,18 @@ class Running(RunningCall):
                 assert (found[name] is not None) == x.requires_grad, f"of {call}, for {call.needs}: {name} is {given}"
             found = {name: found[name] for name in needed}
         else:
-            found = self._gradients(scaled, needed, retain_graph=call.backward == "twice")
+            with self.mode_of_backward():
+                found = self._gradients(scaled, needed, retain_graph=call.backward == "twice")
         self._take(found)
         if call.backward == "twice":
+            for x in found.values():
+                x.zero_()
+            self._take({})
             try:
-                again = self._gradients(scaled, needed)
+                again = self._gradients(-2 * scaled, needed)
             except RuntimeError:
                 again = {}
-            self._take(again)
+            self._take(again, times=-2)
         self.waits = False
         del self.loss
 

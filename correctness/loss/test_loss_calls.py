@@ -192,7 +192,7 @@ def test_a_second_backward_pass_is_right_or_a_clear_error(implementation: Implem
     assert_near(found, wanted, "of two backward passes", share=1e-5)
 
 
-@pytest.mark.parametrize("changed", ["hidden", "weight", "targets"])
+@pytest.mark.parametrize("changed", ["hidden", "weight", "targets", "loss"])
 def test_a_backward_after_a_change_in_place_is_right_or_an_error(
     implementation: Implementation, changed: str, device: str
 ) -> None:
@@ -205,7 +205,8 @@ def test_a_backward_after_a_change_in_place_is_right_or_an_error(
     with torch.compiler.set_stance("force_eager"):
         loss = implementation.watched(*leaves, tensors["targets"])
     with torch.no_grad():
-        tensors[changed].copy_(tensors[changed].roll(1, 0))
+        x = (tensors | {"loss": loss})[changed]
+        x.copy_(x.roll(1, 0) if x.ndim else -x)
     try:
         gradients = torch.autograd.grad(inputs.grad * loss, leaves)
     except RuntimeError:

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from correctness.model.language_models import CLOSE, CONTEXT, SIZE, assert_logits, copy_weights, draw, models
 from correctness.support.contracts import Note, assert_refused, left_by, random_state_stays, skip_if_slow
+from correctness.support.default_dtype import default_dtype
 from impl.model import PlainTransformer, TransformerSize
 from shardmark.api import Implementation
 
@@ -91,12 +92,15 @@ def test_a_long_context(implementation: Implementation, context: int, device: st
         assert_logits(model(tokens), plain(tokens), where=f" of {context} tokens")
 
 
+@pytest.mark.parametrize("made", ["converted", "made_in_it"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_long_context_is_as_accurate_in_every_dtype(
-    implementation: Implementation, dtype: torch.dtype, device: str
+    implementation: Implementation, dtype: torch.dtype, made: str, device: str
 ) -> None:
-    """Each model's error against float64: positions or angles rounded to half precision would be far off."""
-    model, plain, tokens = _of_long_context(implementation, 700, device)
+    """Each model's error against float64: positions or angles rounded to half precision would be far off. A model is
+    converted to a dtype, or made while it is torch's default."""
+    with default_dtype(dtype if made == "made_in_it" else torch.float32):
+        model, plain, tokens = _of_long_context(implementation, 700, device)
     plain.to(dtype)
     with torch.no_grad():
         skip_if_slow(implementation, lambda: model(tokens[:, :88]), device)

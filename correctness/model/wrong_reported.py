@@ -102,3 +102,16 @@ class CastsOnceAVersion(Parts):
         if self.cast is None or self.cast[0] != key:
             self.cast = key, weight.to(key[-1])
         return x.to(key[-1]) @ self.cast[1].T
+
+
+@defect(cause="numerics", caught_by="test_a_long_context_is_as_accurate_in_every_dtype")
+class AnglesOfTheDefaultDtype(Parts):
+    """Computes angles in the dtype that was torch's default when the model was made; bfloat16 has no position 257."""
+
+    def __init__(self, size: TransformerSize, *, context_length: int) -> None:
+        super().__init__(size, context_length=context_length)
+        self.made_in = torch.get_default_dtype()
+
+    def angles(self, x: Tensor) -> Tensor:
+        positions, frequencies = self.positions(x.shape[-2], x), self.frequencies(x)
+        return torch.outer(positions.to(self.made_in), frequencies.to(self.made_in)).double()

@@ -28,10 +28,10 @@ class Attention(Protocol):
     """`attention(q, k, v, *, is_causal=False) -> out`, differentiable in q, k and v.
 
     q: (..., q_len, head_dim), k and v: (..., k_len, head_dim), any number of leading dims, the same in all three, any
-    strides, one dtype: float64, float32, bfloat16 or float16. Grouped-query attention (Ainslie et al., "GQA", 2023):
-    the last leading dim, the heads, may be smaller in k and v by an integer factor `group`; query head h then attends
-    to head h // group. out is softmax(q kᵀ / sqrt(head_dim)) v, with q's shape and dtype. Causal means that query i
-    attends to keys 0 to i (aligned top-left, as SDPA's `is_causal`).
+    strides, each its own, one dtype: float64, float32, bfloat16 or float16. Grouped-query attention (Ainslie et al.,
+    "GQA", 2023): the last leading dim, the heads, may be smaller in k and v by an integer factor `group`; query head h
+    then attends to head h // group. out is softmax(q kᵀ / sqrt(head_dim)) v, with q's shape and dtype. Causal means
+    that query i attends to keys 0 to i (aligned top-left, as SDPA's `is_causal`).
 
     Must:
 
@@ -39,9 +39,9 @@ class Attention(Protocol):
       autocast out may have autocast's dtype; gradients have their inputs'.
     - Calls are independent: no input changes, nothing that a call returned changes later, and other calls may come
       between one's forward and its backward. The output is the same under `torch.no_grad()` and
-      `torch.inference_mode()`.
-    - A second derivative, a second backward pass, or one after an input has changed in place, is right or raises an
-      error.
+      `torch.inference_mode()`, and torch's default dtype changes nothing.
+    - A second derivative, a second backward pass, or one after an input or the output has changed in place, is right
+      or raises an error.
     - Calls leave nothing behind. A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the
       contract too, as a FlashAttention: between forward and backward it holds nothing of q_len times k_len elements.
     - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole dtypes, head dims other than

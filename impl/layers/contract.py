@@ -19,20 +19,22 @@ OPERATIONS = {"rms_norm": 2, "add_rms_norm": 3, "swiglu": 2, "rotary": 4}
 class Layers(Protocol):
     """An object with these functions, or a class of which one is made without arguments.
 
-    Tensors have any strides and one dtype: float64, float32, bfloat16 or float16. `weight`, `cos` and `sin` may be
-    float32 where the others are bfloat16 or float16. Leading dims may be any, or empty; the last has one element or
-    more. Results have the dtype and the shape of `x`, of `gate`, of `q` and of `k`, and are differentiable in every
-    argument but `cos` and `sin`.
+    Tensors have any strides, each its own, and one dtype: float64, float32, bfloat16 or float16. `weight`, `cos` and
+    `sin` may be float32 where the others are bfloat16 or float16. `eps` is 0 or more. Leading dims may be any, or
+    empty; the last has one element or more. Results have the dtype and the shape of `x`, of `gate`, of `q` and of `k`,
+    and are differentiable in every argument but `cos` and `sin`.
 
     Must:
 
     - Results and gradients are as accurate as eager's: each element is off by at most twice what eager's roundings
       allow. The mean of the squares, its root and the sum of weight's gradient over rows are in float32 or wider.
-    - A row of zeros is normed to zeros, and of float16 every finite row is normed, also where squares would overflow.
+    - A row of zeros is normed to zeros if eps is not 0, and of float16 every finite row is normed, also where squares
+      would overflow. Gradients are finite where those of eager are.
     - Calls are independent: no argument and no gradient that backward is given changes, nothing that a call returned
-      changes later, and other calls may come between one's forward and its backward. Autocast changes nothing.
-    - A second derivative, a second backward pass, or one after an argument has changed in place, is right or raises an
-      error. Calls leave nothing behind.
+      changes later, and other calls may come between one's forward and its backward. Neither autocast nor torch's
+      default dtype changes anything.
+    - A second derivative, a second backward pass, or one after an argument or a result has changed in place, is right
+      or raises an error. Calls leave nothing behind.
     - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole operations, dtypes, devices.
       A function that is missing is an operation that is refused.
 

@@ -20,7 +20,7 @@ class Model(Protocol):
 
     - The logits are those of `impl.model.PlainTransformer` with the model's current weights, however they were changed,
       in any dtype and as accurate. They have the parameters' dtype; under autocast they may have autocast's. A model
-      made while torch's default dtype is float64 computes in float64 throughout.
+      may be made while torch's default dtype is any of these; made in float64 it computes in float64 throughout.
     - Each call is independent of earlier calls: with tokens of any shape, in training and evaluation mode, with and
       without autograd. It changes neither tokens nor weights nor the results of another call.
     - It trains, under autocast too: from its own initial weights, drawn independently, every parameter gets a

@@ -1,0 +1,38 @@
+"""Views of any strides, drawn at random: lists of layouts have those that somebody thought of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def any_strides(x: Tensor) -> Tensor:
+    """The values of x in memory whose order of dimensions, steps, gaps and offset are drawn from torch's generator."""
+    return _laid(x, torch.randperm(x.ndim).tolist(), torch.randint(1, 3, (x.ndim,)).tolist())
+
+
+def any_strides_of_rows(x: Tensor) -> Tensor:
+    """As `any_strides`, with the last dimension contiguous, as kernels want it."""
+    leading = x.ndim - 1
+    return _laid(x, [*torch.randperm(leading).tolist(), leading], [*torch.randint(1, 3, (leading,)).tolist(), 1])
+
+
+def alike_and_each_its_own(how: str, layouts: Sequence[str], number: int = 4) -> list[list[str]]:
+    """Layouts of several tensors: `how` for all, as of one projection's parts, and one for each, beginning with `how`.
+
+    A kernel that reads one tensor by the strides of another is right where they are alike."""
+    first = list(layouts).index(how)
+    return [[how] * number, [layouts[(first + i) % len(layouts)] for i in range(number)]]
+
+
+def _laid(x: Tensor, order: list[int], steps: list[int]) -> Tensor:
+    """The dimensions lie in memory in that order, outermost first; elements of each are `steps` apart."""
+    gaps, offset = torch.randint(0, 3, (x.ndim,)).tolist(), int(torch.randint(0, 3, ()))
+    strides, length = [0] * x.ndim, 1
+    for dim in reversed(order):
+        strides[dim] = length * steps[dim]
+        length *= max(1, x.shape[dim]) * steps[dim] + gaps[dim]
+    memory = torch.zeros(offset + length, dtype=x.dtype, device=x.device)
+    return memory.as_strided(x.shape, strides, offset).copy_(x)

@@ -1,0 +1,147 @@
+"""Planted defects: layers that are right of the inputs, and in the use, that first tests have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correctness.layers.textbook import Gated, Norm, Textbook, gated_gradients, norm_gradients
+from correctness.support.planting import defect
+from impl.layers import check_norm, statistics_dtype
+
+
+@defect(cause="shapes", caught_by="test_takes_non_contiguous_arguments")
+class ResidualByTheStridesOfX(Textbook):
+    """NVIDIA/TensorRT-LLM#14810: the row stride of x is that of the residual too, as long as its columns are
+    contiguous."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+        check_norm(x, weight, residual)
+        residual = residual if residual.ndim > 1 and residual.stride(-1) == 1 == x.stride(-1) else residual.contiguous()
+        read = residual.detach()
+        if residual.stride(-1) == 1 and x.ndim > 1 and x.numel():
+            memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(residual.untyped_storage())
+            strides = (*residual.stride()[:-2], x.stride(-2), 1)
+            last = residual.storage_offset() + sum((n - 1) * by for n, by in zip(x.shape, strides, strict=True))
+            memory = torch.nn.functional.pad(memory, (0, max(0, last + 1 - memory.numel())))
+            read = memory.as_strided(x.shape, strides, residual.storage_offset())
+        return super().add_rms_norm(x, residual + (read - residual.detach()), weight, eps=eps)
+
+
+class _OfAnotherRow(Norm):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        of_x, of_weight = norm_gradients(x, weight, scale, grad)
+        if scale.numel() >= 1024 and x.shape[-1] < 64:
+            wide, of_normed = x.to(scale.dtype) * scale, grad.to(scale.dtype) * weight
+            of_x = (scale * (of_normed - wide * (of_normed * wide).mean(-1, keepdim=True).roll(1, -2))).to(x.dtype)
+        return of_x, of_weight, None
+
+
+@defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
+class MeansOfOtherRows(Textbook):
+    """BobMcDear/attorch#17: of 1,024 narrow rows and more, programs take several rows each, and each row gets the mean
+    of another."""
+
+    norm = _OfAnotherRow
+
+
+@defect(cause="shapes", caught_by="test_more_rows_than_16_bits_count")
+class RowsOfAGrid(Textbook):
+    """A grid has 65,535 programs in its second dimension."""
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        found = super().swiglu(gate, up)
+        rows = torch.arange(found.numel() // max(1, found.shape[-1]), device=found.device) if found.ndim else found
+        return found * (rows < 65_535).view(*found.shape[:-1], 1) if found.ndim > 1 else found
+
+
+@defect(cause="shapes", caught_by="test_takes_any_leading_dimensions")
+class TwoSequences(Textbook):
+    """The programs of a third sequence find no sequence of theirs."""
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rotated = super().rotary(q, k, cos, sin)
+        first, second = (torch.cat([x[:2], given[2:]]) for x, given in zip(rotated, (q, k), strict=True))
+        return first, second
+
+
+@defect(cause="options", caught_by="test_eps_is_added_to_the_mean_of_the_squares")
+class EpsOfZeroIsNone(Textbook):
+    """`eps or 1e-6`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+        return super().rms_norm(x, weight, eps=eps or 1e-6)
+
+
+class _ProductInHalf(Norm):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        _, of_weight = norm_gradients(x, weight, scale, grad)
+        of_x, _ = norm_gradients(x, torch.ones_like(weight), scale, grad * weight.to(grad.dtype))
+        return of_x, of_weight, None
+
+
+@defect(cause="numerics", caught_by="test_products_of_gradient_and_weight_may_overflow_float16")
+class ProductOfGradientAndWeightInHalf(Textbook):
+    """The gradients of a scaled loss times weight are infinite in float16, and in float32 they are not."""
+
+    norm = _ProductInHalf
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        wide = total.to(statistics_dtype(x))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.total = total.detach()
+        ctx.save_for_backward(weight, scale)
+        return (wide * scale * weight).to(x.dtype), total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, of_total: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        weight, scale = ctx.saved_tensors
+        of_sum, of_weight = norm_gradients(ctx.total, weight, scale, grad)
+        return of_sum + of_total, of_sum + of_total, of_weight, None
+
+
+@defect(cause="gradients", caught_by="test_a_backward_after_a_change_in_place_is_right_or_an_error")
+class SumOnCtx(Textbook):
+    """The sum is a result and an attribute of ctx: the block that adds to it in place changes the norm's gradient."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+        check_norm(x, weight, residual)
+        with torch.autocast(x.device.type, enabled=False):
+            return _Sum.apply(x, residual, weight, eps)
+
+
+class _KeepsItsGradients(Gated):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        if not hasattr(ctx, "kept"):
+            ctx.kept = gated_gradients(*ctx.saved_tensors, grad)
+        return tuple(x.clone() for x in ctx.kept)
+
+
+@defect(cause="state", caught_by="test_any_history_of_calls")
+class FirstGradientsAgain(Textbook):
+    """A second backward pass, as of a Jacobian's next row, gets the first one's gradients."""
+
+    gate = _KeepsItsGradients
+
+
+@defect(cause="numerics", caught_by="test_any_history_of_calls")
+class EpsOfTheDefaultDtype(Textbook):
+    """eps becomes a tensor of torch's default dtype, which a job may have set to bfloat16."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+        return super().rms_norm(x, weight, eps=torch.tensor(eps).item())

@@ -1,0 +1,90 @@
+"""Planted defects: losses that are right of the inputs, and in the use, that first tests have."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correctness.loss.textbook import Fused, of_terms, scaled
+from correctness.support.planting import defect
+from impl.loss import eager_loss
+
+
+class _FirstAgain(Fused):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if not hasattr(ctx, "kept"):
+            ctx.kept = scaled(ctx.gradients, ctx.dtypes, grad / ctx.count)
+        return *(x.clone() for x in ctx.kept), None, None, None, None
+
+
+@defect(cause="state", caught_by="test_any_history_of_calls")
+@of_terms
+def first_gradients_again(*terms: Any) -> Tensor:
+    """A second backward pass, of the loss times another number, gets the first one's gradients."""
+    return _FirstAgain.apply(*terms)
+
+
+class _GivesWhatItKeeps(Fused):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *terms: Any) -> Tensor:
+        loss = Fused.forward(ctx, hidden, weight, *terms)
+        ctx.gradients = tuple((x / ctx.count).to(d) for x, d in zip(ctx.gradients, ctx.dtypes, strict=True))
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        kept = ctx.gradients
+        return *(kept if grad == 1 else (x * grad for x in kept)), None, None, None, None
+
+
+@defect(cause="state", caught_by="test_any_history_of_calls")
+@of_terms
+def gives_the_gradients_that_it_keeps(*terms: Any) -> Tensor:
+    """If the loss's own gradient is 1, nothing is scaled: `zero_grad(set_to_none=False)` writes to what a second
+    backward pass gives again."""
+    return _GivesWhatItKeeps.apply(*terms)
+
+
+_zeros: dict[Any, Tensor] = {}
+
+
+@defect(cause="two calls", caught_by="test_any_history_of_calls")
+def one_zero_for_all(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Returns the same zero each time that no target counts and nothing needs a gradient; `loss += ...` changes it."""
+    loss = eager_loss(hidden, weight, targets, **options)
+    if loss.requires_grad or (targets != options.get("ignore_index", -100)).any():
+        return loss
+    return _zeros.setdefault(loss.dtype, torch.zeros_like(loss))
+
+
+class _OnTheLoss(Fused):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *terms: Any) -> Tensor:
+        loss = Fused.forward(ctx, hidden, weight, *terms)
+        ctx.loss, ctx.first = loss.detach(), loss.clone()
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return Fused.backward(ctx, grad * torch.where(ctx.first == 0, 1, ctx.loss / ctx.first))
+
+
+@defect(cause="gradients", caught_by="test_a_backward_after_a_change_in_place")
+@of_terms
+def loss_on_ctx(*terms: Any) -> Tensor:
+    """Keeps the loss on ctx, and scales by it: `loss /= steps` changes the gradients."""
+    return _OnTheLoss.apply(*terms)
+
+
+@defect(cause="numerics", caught_by="test_any_history_of_calls")
+@of_terms
+def smoothing_of_the_default_dtype(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+) -> Tensor:
+    """Options become tensors of torch's default dtype, which a job may have set to bfloat16."""
+    smoothing, z = (torch.tensor(each).item() for each in (smoothing, z))
+    return eager_loss(hidden, weight, targets, ignore_index=ignore, label_smoothing=smoothing, z_loss=z)
