@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from correctness.support.planting import defect
 from impl.clipping import scale_, whole_gradients
@@ -198,3 +198,41 @@ class LeavesScalarsOut(ByEach):
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         return [gradient for gradient in super().gradients(parameters) if gradient.ndim]
+
+
+@defect(cause="numerics", caught_by="test_gradients_of_all_kinds_count_once")
+class DividesByTheLargest(ByEach):
+    """PaddlePaddle/Paddle#30777: zeros alone are divided by zero, here by the largest, which keeps powers in range."""
+
+    def own(self, local: Tensor, norm_type: float) -> Tensor:
+        if math.isinf(norm_type) or not local.numel():
+            return super().own(local, norm_type)
+        largest = local.double().abs().max()
+        return super().own(local.double() / largest, norm_type) * largest**norm_type
+
+
+@defect(cause="numerics", caught_by="test_gradients_of_all_kinds_count_once")
+class DividesByTheLarger(ByEach):
+    """Scales by the limit over the larger of norm and limit: where there is no limit, infinity over infinity."""
+
+    def scale(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+        limit = torch.tensor(max_norm, dtype=norm.dtype)
+        by = limit / torch.maximum(norm + 1e-6, limit)
+        for gradient in gradients:
+            gradient.mul_(by.item())
+
+
+@defect(cause="gradients", caught_by="test_gradients_of_all_kinds_count_once")
+class TakesAveragesForSums(ByEach):
+    """Whatever is still to be made over the ranks is made as a sum, an average too."""
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        kept = list(parameters)
+        for p in kept:
+            if isinstance(p.grad, DTensor):
+                sums = [Partial() if each.is_partial() else each for each in p.grad.placements]
+                shape, stride = p.grad.shape, p.grad.stride()
+                p.grad = DTensor.from_local(
+                    p.grad.to_local(), p.grad.device_mesh, sums, run_check=False, shape=shape, stride=stride
+                )
+        return super().gradients(kept)
