@@ -132,3 +132,15 @@ class Saturates(Plain):
         if tensor.is_floating_point():
             tensor.detach().nan_to_num_()
         return super().all_reduce(tensor, group, async_op=async_op)
+
+
+@defect(cause="subgroup", caught_by="test_groups_come_and_go")
+class KnowsGroupsByAddress(Plain):
+    """Remembers each group's size by the address of the group, which a later one may have."""
+
+    sizes: ClassVar[dict[int, int]] = {}
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        ranks = self.sizes.setdefault(id(group), dist.get_world_size(group))
+        parts = output.detach().view(-1)[: ranks * input.numel()]
+        return super().all_gather(parts, input, group, async_op=async_op)
