@@ -145,6 +145,16 @@ class ReadsAnIteratorTwice(ByEach):
         return super().__call__(parameters, math.inf, norm_type)
 
 
+@defect(cause="gradients", caught_by="test_parameters_may_be_an_iterator[ScalesWhatIsLeft")
+class ScalesWhatIsLeft(ByEach):
+    """pytorch/torchtitan#1258: the norm is right, and what is scaled is what an iterator has left after it."""
+
+    def __call__(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        norm = super().__call__(parameters, math.inf, norm_type)
+        self.scale(self.gradients(parameters), norm, max_norm)
+        return norm
+
+
 @defect(cause="options", caught_by="test_each_parameter_counts_once[AlwaysTwo")
 class AlwaysTwo(ByEach):
     """The type of the norm changes nothing."""
