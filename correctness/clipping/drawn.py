@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class Draw:
     def whole(self) -> Tensor:
         """The gradient of one process: small integers where sums over ranks are to be made, exact in any order."""
         generator = torch.Generator().manual_seed(self.seed)
-        if self.sums:
+        if self.sums and self.size:
             return torch.randint(-8, 9, self.shape, generator=generator).to(self.dtype)
         return (self.size * torch.randn(self.shape, generator=generator, dtype=torch.float64)).to(self.dtype)
 
@@ -52,7 +52,7 @@ class Draw:
             spread = distribute_tensor(whole, mesh, kept, src_data_rank=None)
             local = spread.to_local()
             for dim, each in enumerate(self.placements):
-                if each.is_partial() and mesh.get_local_rank(dim):  # the first rank has the sum, others nothing to add
+                if each.is_partial("sum") and mesh.get_local_rank(dim):  # the first has the sum, others nothing to add
                     local = torch.zeros_like(local)
             if self.transposed and local.ndim == 2:
                 local = local.t().contiguous().t()
@@ -101,13 +101,15 @@ def drawn(seed: int, mesh: Mesh, kind: str) -> Example:
                 transposed=chooses.random() < 0.3,
             )
         )
-    return Example(tuple(found), chooses.choice([0.0, 1e-3, 1.0, 1.0, 1e9]), chooses.choice(norm_types))
+    if chooses.random() < 0.1:  # as of a part that the loss does not use
+        found = [replace(each, size=0.0) for each in found]
+    return Example(tuple(found), chooses.choice([0.0, 1e-3, 1.0, 1.0, 1e9, math.inf]), chooses.choice(norm_types))
 
 
 def _placement(chooses: random.Random, dims: int) -> Placement:
     kind = chooses.random()
     if kind < 0.1:
-        return Partial()
+        return Partial(chooses.choice(["sum", "avg"]))
     return Shard(chooses.randrange(dims)) if dims and kind < 0.7 else Replicate()
 
 

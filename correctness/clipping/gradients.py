@@ -81,9 +81,10 @@ def clip_on_rank(
     return Clipped(norm.item(), [full(p.grad).cpu() for p in parameters if p.grad is not None])
 
 
-def clip_an_iterator_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> float:
+def clip_an_iterator_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> Clipped:
     parameters = placed(mesh, wholes(torch.float64, False), device)
-    return full(implementation.adapted(iter(parameters), 0.5, 2.0)).item()
+    norm = full(implementation.adapted(iter(parameters), 0.5, 2.0))
+    return Clipped(norm.item(), [full(p.grad).cpu() for p in parameters if p.grad is not None])
 
 
 def clip_sums_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> Clipped:

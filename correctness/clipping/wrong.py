@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from correctness.support.planting import defect
 from impl.clipping import scale_, whole_gradients
@@ -145,6 +145,16 @@ class ReadsAnIteratorTwice(ByEach):
         return super().__call__(parameters, math.inf, norm_type)
 
 
+@defect(cause="gradients", caught_by="test_parameters_may_be_an_iterator[ScalesWhatIsLeft")
+class ScalesWhatIsLeft(ByEach):
+    """pytorch/torchtitan#1258: the norm is right, and what is scaled is what an iterator has left after it."""
+
+    def __call__(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        norm = super().__call__(parameters, math.inf, norm_type)
+        self.scale(self.gradients(parameters), norm, max_norm)
+        return norm
+
+
 @defect(cause="options", caught_by="test_each_parameter_counts_once[AlwaysTwo")
 class AlwaysTwo(ByEach):
     """The type of the norm changes nothing."""
@@ -198,3 +208,41 @@ class LeavesScalarsOut(ByEach):
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         return [gradient for gradient in super().gradients(parameters) if gradient.ndim]
+
+
+@defect(cause="numerics", caught_by="test_gradients_of_all_kinds_count_once")
+class DividesByTheLargest(ByEach):
+    """PaddlePaddle/Paddle#30777: zeros alone are divided by zero, here by the largest, which keeps powers in range."""
+
+    def own(self, local: Tensor, norm_type: float) -> Tensor:
+        if math.isinf(norm_type) or not local.numel():
+            return super().own(local, norm_type)
+        largest = local.double().abs().max()
+        return super().own(local.double() / largest, norm_type) * largest**norm_type
+
+
+@defect(cause="numerics", caught_by="test_gradients_of_all_kinds_count_once")
+class DividesByTheLarger(ByEach):
+    """Scales by the limit over the larger of norm and limit: where there is no limit, infinity over infinity."""
+
+    def scale(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+        limit = torch.tensor(max_norm, dtype=norm.dtype)
+        by = limit / torch.maximum(norm + 1e-6, limit)
+        for gradient in gradients:
+            gradient.mul_(by.item())
+
+
+@defect(cause="gradients", caught_by="test_gradients_of_all_kinds_count_once")
+class TakesAveragesForSums(ByEach):
+    """Whatever is still to be made over the ranks is made as a sum, an average too."""
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        kept = list(parameters)
+        for p in kept:
+            if isinstance(p.grad, DTensor):
+                sums = [Partial() if each.is_partial() else each for each in p.grad.placements]
+                shape, stride = p.grad.shape, p.grad.stride()
+                p.grad = DTensor.from_local(
+                    p.grad.to_local(), p.grad.device_mesh, sums, run_check=False, shape=shape, stride=stride
+                )
+        return super().gradients(kept)

@@ -22,9 +22,9 @@ def small_integers(dtype: torch.dtype, seed: int = 0) -> Inputs:
 
 
 def largest(dtype: torch.dtype) -> Tensor:
-    """The dtype's largest number: outputs are filled with it, so that unwritten elements show."""
-    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    return torch.tensor(limits.max, dtype=dtype)
+    """Infinity, or the largest integer: outputs are filled with it, so that elements show that are not written, or
+    that something is added to."""
+    return torch.tensor(torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max, dtype=dtype)
 
 
 class Call:
@@ -110,7 +110,8 @@ class Call:
     def wrong(self, result: Tensor | None = None) -> list[str]:
         """Describe errors in the result, changes of an input that must stay, and writes outside the tensors."""
         found, expected = (self.tensors[0] if result is None else result).detach().cpu().flatten(), self.expected
-        bad = ~((found.to(expected.dtype) - expected).abs() <= self.bound)
+        bound = torch.where(expected.isfinite(), self.bound, 0)
+        bad = ~(((found.to(expected.dtype) - expected).abs() <= bound) | _same(found, expected))
         lines = []
         if bad.any():
             i = int(bad.nonzero()[0])
@@ -120,9 +121,14 @@ class Call:
             elif self.name == "all_reduce" and torch.equal(found[bad], self.own[bad]):
                 found_there = f"they are still this rank's own; {found_there}"
             lines.append(f"{self}: {int(bad.sum())} of {bad.numel()} elements are wrong; {found_there}")
-        if self.before is not None and not torch.equal(self.tensors[1].cpu(), self.before):
+        if self.before is not None and not _same(self.tensors[1].cpu(), self.before).all():
             lines.append(f"{self}: it changes its input")
         if any((each != largest(each.dtype)).any() for each in self.around):
             sizes = [each.numel() for each in self.around]
             lines.append(f"{self}: it writes around its tensors, views of one buffer with gaps of {sizes}")
         return lines
+
+
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """Where both are the same number, or none."""
+    return (one == other) | (one.isnan() & other.isnan())

@@ -1,5 +1,6 @@
 """Every implementation of the collectives against sums and concatenations done by hand."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import product
@@ -183,6 +184,27 @@ def test_groups_side_by_side_have_their_own_results(
     implementation: Implementation, any_world: World, device: str
 ) -> None:
     assert_nothing_wrong(any_world.run(in_groups_side_by_side, implementation, device))
+
+
+def in_groups_that_come_and_go(implementation: Implementation, device: str) -> list[str]:
+    """Use the world's ranks and this rank alone in turns, each time in a group that is made anew, and ended."""
+    rank, ranks, wrong = dist.get_rank(), dist.get_world_size(), []
+    for _ in range(6):
+        for kind in ([[*range(ranks)]], [[other] for other in range(ranks)]):
+            made = [dist.new_group(members) for members in kind]
+            own = made[rank if len(made) > 1 else 0]
+            wrong += _wrong_in(implementation, [own], device)
+            dist.barrier()
+            dist.destroy_process_group(own)
+            del made, own
+            gc.collect()
+    return wrong
+
+
+@pytest.mark.family("collectives")
+def test_groups_come_and_go(implementation: Implementation, world: World, device: str) -> None:
+    """A later group may have the address of an earlier one."""
+    assert_nothing_wrong(world.run(in_groups_that_come_and_go, implementation, device))
 
 
 def all_but_rank_0(implementation: Implementation, device: str) -> list[str]:

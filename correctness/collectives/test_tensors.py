@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -93,7 +94,8 @@ def test_each_element_of_large_tensors_is_exact(implementation: Implementation, 
 
 
 def of_every_magnitude(dtype: torch.dtype) -> Inputs:
-    """Draw floats of every magnitude that leaves room for sums, and integers with as many digits."""
+    """Draw floats of every magnitude that leaves room for sums, some of which are not finite, and integers with as many
+    digits."""
 
     def draw(rank: int, elements: int) -> Tensor:
         generator = torch.Generator().manual_seed(rank)
@@ -103,9 +105,16 @@ def of_every_magnitude(dtype: torch.dtype) -> Inputs:
         limit = {torch.float64: 300, torch.float16: 8}.get(dtype, 60)
         exponents = torch.randint(-limit, limit + 1, (elements,), generator=torch.Generator().manual_seed(99))
         numbers = torch.randn(elements, generator=generator, dtype=torch.float64)
-        return torch.ldexp(numbers, exponents).to(dtype)  # same magnitude on all ranks
+        numbers = torch.ldexp(numbers, exponents)  # same magnitude on all ranks
+        for i, of_ranks in enumerate(NOT_FINITE):
+            numbers[i::50] = of_ranks.get(rank, 1.0)
+        return numbers.to(dtype)
 
     return draw
+
+
+NOT_FINITE = ({0: torch.inf}, {1: -torch.inf}, {0: torch.inf, 1: -torch.inf}, {0: torch.nan})
+"""Terms by rank, the others are ones. A loss scaler must see on every rank what is not finite on one."""
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32]
@@ -173,13 +182,13 @@ def test_what_is_gathered_has_the_bits_that_were_sent(implementation: Implementa
 @pytest.mark.parametrize("name", COLLECTIVES)
 @on_every_rank
 def test_tensors_of_several_dimensions_and_views(implementation: Implementation, name: str, device: str) -> list[str]:
-    """Use multi-dimensional views inside larger tensors; describe wrong results and writes around the views."""
+    """Use multi-dimensional views inside larger tensors, some without elements; describe wrong results and writes
+    around the views."""
     target, ranks, wrong = implementation.watched, dist.get_world_size(), []
-    small = (3, 2, 5)
-    for dtype in (torch.float32, torch.int64):
+    for dtype, small in product((torch.float32, torch.int64), ((3, 2, 5), (3, 0, 5), (0, 2))):
         large = (ranks * small[0], *small[1:])
         shapes = {"all_reduce": [small], "reduce_scatter": [small, large], "all_gather": [large, small]}[name]
-        call = Call(name, small_integers(dtype), 30, device)
+        call = Call(name, small_integers(dtype), prod(small), device)
         around = [largest(dtype).to(device).repeat(tensor.numel() + 14) for tensor in call.tensors]
         views = [tensor[7:-7].copy_(own) for tensor, own in zip(around, call.tensors, strict=True)]
         call.tensors = [view.view(shape) for view, shape in zip(views, shapes, strict=True)]

@@ -99,3 +99,48 @@ class BlockingCallsStayInTheTable(Plain):
         self.under_way[number] = f"all-reduce {number} of {tuple(tensor.shape)}"
         handle = super().all_reduce(tensor, group, async_op=async_op)
         return finished(handle, lambda: self.under_way.pop(number), True, once=True) if async_op else None
+
+
+@defect(cause="shapes", caught_by="test_tensors_of_several_dimensions")
+class DividesByTheRows(Plain):
+    """pytorch/pytorch#85234: divides by the number of elements, of which a tensor of several dimensions may have
+    none."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if input.dim() > 1 and output.numel() // input.numel() != dist.get_world_size(group):
+            raise ValueError("the output is not as large as all inputs")
+        return super().all_gather(output, input, group, async_op=async_op)
+
+
+@defect(cause="numerics", caught_by="test_results_are_those_done_by_hand")
+class AddsToWhatWasThere(Plain):
+    """sgl-project/sglang#8663: adds up in memory that is not cleared, here in an output that is multiplied by zero."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
+            return super().reduce_scatter(output, input, group, async_op=async_op)
+        total = torch.empty_like(output)
+        handle = super().reduce_scatter(total, input, group, async_op=True)
+        return finished(handle, lambda: output.mul_(0).add_(total), async_op, once=True)
+
+
+@defect(cause="numerics", caught_by="test_sums_are_as_exact_as_the_dtype")
+class Saturates(Plain):
+    """vllm-project/vllm#55346: keeps numbers in the dtype's range, and what is no number becomes one."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if tensor.is_floating_point():
+            tensor.detach().nan_to_num_()
+        return super().all_reduce(tensor, group, async_op=async_op)
+
+
+@defect(cause="subgroup", caught_by="test_groups_come_and_go")
+class KnowsGroupsByAddress(Plain):
+    """Remembers each group's size by the address of the group, which a later one may have."""
+
+    sizes: ClassVar[dict[int, int]] = {}
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        ranks = self.sizes.setdefault(id(group), dist.get_world_size(group))
+        parts = output.detach().view(-1)[: ranks * input.numel()]
+        return super().all_gather(parts, input, group, async_op=async_op)

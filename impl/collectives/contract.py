@@ -42,7 +42,7 @@ class Collectives(Protocol):
       not grow with the number of calls, nor with how many different sizes they have.
     - Any number may be under way, in several groups too; asynchronous ones on CPU in two groups may be started in
       different orders on ranks that do not wait in between. The caller's own messages do not mix with them.
-    - Ranks outside of a group take no part.
+    - Ranks outside of a group take no part. Groups may come and go.
 
     Should: results of tensors that require a gradient require none.
     """

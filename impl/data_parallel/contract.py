@@ -25,7 +25,12 @@ class DataParallelWrapper(Protocol):
       parameter's `.grad` is the average over the group's ranks of what backward passes added to it since it was
       cleared, in its shape and dtype, as exact as that dtype allows, and bitwise equal on every rank: in whatever order
       gradients arrive, however late a rank is, whatever accumulated before. A second backward outside of `no_sync`
-      before it counts too, or is a RuntimeError, also where gradients are cleared between the two.
+      before it counts too, or is a RuntimeError, also where gradients are cleared between the two. To call it again
+      changes nothing.
+    - The loss may do with outputs and parameters what it may without the wrapper: change outputs in place, leave some
+      out, use parameters itself, take gradients by `torch.autograd.grad` before backward. Parts of the module may be
+      recomputed in backward. Sparse gradients, and parts that are recomputed in passes of their own (`use_reentrant`),
+      may be an error. An error in a forward pass leaves nothing behind.
     - A gradient that a rank lacks counts as zero; if no rank has one, `.grad` is None or zeros. Frozen parameters have
       none, and tied ones one.
     - Inside `no_sync()` gradients stay local, are not communicated, and count in the next average. An error ends it as

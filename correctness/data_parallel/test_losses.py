@@ -1,0 +1,180 @@
+"""Gradients are averages whatever a loss does with the outputs, the parameters and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from correctness.data_parallel.averaging import wrap
+from correctness.support.on_ranks import on_every_rank
+from shardmark.api import Implementation
+
+pytestmark = pytest.mark.family("data_parallel")
+
+
+class TwoHeads(nn.Module):
+    """A trunk with two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh())
+        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor] = lambda part, x: part(x)) -> list[Tensor]:
+        """(rows, 4) -> two of (rows, 3); `call` calls each part."""
+        for part in self.trunk:
+            x = call(part, x)
+        return [call(head, x) for head in self.heads]
+
+
+class Rows(nn.Module):
+    """Rows of a table, whose gradient is a sparse tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.output = nn.Embedding(7, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """(rows, 4) -> [(rows, 3)]: each input takes the row of its sign and size."""
+        return [self.output(self.table((3 * x[:, 0]).long().clamp(-3, 3) + 3))]
+
+
+def _loss(outputs: list[Tensor]) -> Tensor:
+    return sum(((i + 1) * each.square().mean() for i, each in enumerate(outputs)), torch.zeros(()))
+
+
+def _all_outputs(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    _loss(model(x)).backward()
+
+
+def _penalty(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    loss = _loss(model(x.requires_grad_()))
+    [slope] = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().sum()).backward()
+
+
+def _gradients_looked_at(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    loss = _loss(model(x))
+    torch.autograd.grad(loss, [*module.parameters()], retain_graph=True)
+    loss.backward()
+
+
+def _parameters_too(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    (_loss(model(x)) + (rank + 1) * sum(p.square().sum() for p in module.parameters())).backward()
+
+
+def _changed_in_place(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    _loss([each.mul_(rank + 2) for each in model(x)]).backward()
+
+
+def _two_losses(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    torch.autograd.backward([each.square().sum() for each in model(x)])
+
+
+def _first_head(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    _loss(model(x)[:1]).backward()
+
+
+def _other_heads(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    _loss(model(x)[rank % 2 :][:1]).backward()
+
+
+def _after_an_error(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    with suppress(RuntimeError):
+        model(x[:, :-1])
+    _loss(model(x)).backward()
+
+
+def _recomputed(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    _loss(model(x, lambda part, x: checkpoint(part, x, use_reentrant=False))).backward()
+
+
+def _recomputed_in_passes_of_their_own(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    _loss(model(x.requires_grad_(), lambda part, x: checkpoint(part, x, use_reentrant=True))).backward()
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a loss is made. `every`: it reaches every parameter. `refusable`: an error on every rank is right too."""
+
+    run: Callable[[Any, nn.Module, Tensor, int], None]
+    module: type[nn.Module] = TwoHeads
+    every: bool = True
+    refusable: bool = False
+
+
+USES = {
+    "all_outputs": Use(_all_outputs),
+    "a_gradient_penalty": Use(_penalty),
+    "gradients_looked_at_before": Use(_gradients_looked_at),
+    "parameters_in_the_loss_too": Use(_parameters_too),
+    "outputs_changed_in_place": Use(_changed_in_place),
+    "two_losses_at_once": Use(_two_losses),
+    "one_of_two_heads": Use(_first_head, every=False),
+    "another_head_on_each_rank": Use(_other_heads, every=False),
+    "after_an_error_in_forward": Use(_after_an_error),
+    "recomputed": Use(_recomputed),
+    "recomputed_in_passes_of_their_own": Use(_recomputed_in_passes_of_their_own, refusable=True),
+    "sparse": Use(_all_outputs, Rows, refusable=True),
+}
+
+
+def _own(use: Use, module: nn.Module, step: int, rank: int) -> list[Tensor]:
+    """A rank's gradients before averaging, of the module itself."""
+    alone = deepcopy(module)
+    use.run(alone, alone, _rows(step, rank), rank)
+    return [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in alone.parameters()]
+
+
+def _rows(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 4, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", USES)
+@on_every_rank
+def test_gradients_are_averaged_whatever_a_loss_does(
+    implementation: Implementation, name: str, device: str
+) -> list[str]:
+    """In two steps, as the first may be special; to finish again changes nothing."""
+    use, ranks, wrong = USES[name], dist.get_world_size(), []
+    torch.manual_seed(0)
+    start = use.module().double()
+    model = wrap(implementation, deepcopy(start).to(device), **({} if use.every else {"find_unused_parameters": True}))
+    for step in (1, 2):
+        model.module.zero_grad()
+        try:
+            use.run(model, model.module, _rows(step, dist.get_rank()).to(device), dist.get_rank())
+            model.finish_gradient_synchronization()
+        except Exception:
+            if use.refusable:
+                return []
+            raise
+        terms = zip(*(_own(use, start, step, rank) for rank in range(ranks)), strict=True)
+        means = [sum(each) / ranks for each in terms]
+        for when in ("", ", finished once more"):
+            if when:
+                model.finish_gradient_synchronization()
+            wrong += [
+                f"{name.replace('_', ' ')}, step {step}{when}: the gradient of {of!r} is not the average over the "
+                f"ranks: found {None if p.grad is None else p.grad.to_dense().flatten()[:3].tolist()}, expected "
+                f"{mean.flatten()[:3].tolist()}"
+                for (of, p), mean in zip(model.module.named_parameters(), means, strict=True)
+                if not _equal(p.grad, mean)
+            ]
+    return wrong
+
+
+def _equal(found: Tensor | None, mean: Tensor) -> bool:
+    if found is None:
+        return not mean.any()
+    return torch.allclose(found.detach().to_dense().cpu(), mean, rtol=1e-12, atol=1e-12)
