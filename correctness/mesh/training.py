@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from correctness.support.batches import left_as_they_are, packed
 from impl.mesh import Decoder, DecoderSize, MeshTrainer, OneProcess
 from impl.mesh.decoder import IGNORED, Batch
 from shardmark.api import Implementation, Mesh
@@ -85,24 +86,24 @@ def optimizer_of(kind: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> O
 @cache
 def batches(row_groups: int, step: int) -> tuple[Batch, ...]:
     """The whole micro-batches of a step: one to three, of which each group of ranks has a row at least and some have
-    one more, with targets left out here and there: the last group has none in the last micro-batch of some steps. After
-    the first step positions begin again within a row, as where documents are packed."""
+    one more, with targets left out here and there: the last group, or the last of two slices, has none in the last
+    micro-batch of some steps, and none at all in others. After the first step positions begin again within a row, as
+    where documents are packed, and rows of some micro-batches are shorter."""
     random = torch.Generator().manual_seed(1000 + step)
     found = []
     for micro in range(1 + step % 3):
         rows = row_groups + (step + micro) % (row_groups + 1)
-        tokens = torch.randint(DecoderSize.vocabulary, (rows, CONTEXT), generator=random)
-        targets = torch.randint(DecoderSize.vocabulary, (rows, CONTEXT), generator=random)
+        context = CONTEXT // (1 + (step + micro) % 2)
+        tokens = torch.randint(DecoderSize.vocabulary, (rows, context), generator=random)
+        targets = torch.randint(DecoderSize.vocabulary, (rows, context), generator=random)
         kept = torch.rand((rows, 1), generator=random).clamp(min=0.2)
-        left_out = torch.rand((rows, CONTEXT), generator=random) > kept
+        left_out = torch.rand((rows, context), generator=random) > kept
         left_out[0, 0] = False
         targets[left_out] = IGNORED
-        positions = torch.arange(CONTEXT).expand(rows, -1)
-        if step:
-            begins = torch.randint(CONTEXT, (rows, 1), generator=random)
-            positions = torch.where(positions < begins, positions, positions - begins)
-        if step % 3 == 1 and micro == 1 and row_groups > 1:
-            targets[-(rows // row_groups) :] = IGNORED
+        positions = packed(rows, context, random) if step else torch.arange(context).expand(rows, -1)
+        last = targets[-(rows // row_groups) :] if row_groups > 1 else targets[:, context // 2 :]
+        if step % 3 and micro >= 2 - step % 3:
+            last.fill_(IGNORED)
         found.append((tokens, positions, targets))
     return tuple(found)
 
@@ -134,7 +135,9 @@ def train(
     trace = Trace(max_norm)
     kept = {*steps[:2], steps[-1]}
     for step in steps:
-        returned = trainer.step(of_step(step))
+        given = of_step(step)
+        with left_as_they_are(given):
+            returned = trainer.step(given)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise TypeError(f"step returned {type(returned).__name__}, not (loss, norm)")
         loss, norm = returned
@@ -248,11 +251,11 @@ BAD = DecoderSize.vocabulary - 1
 
 
 def with_a_bad_token(groups: int, step: int) -> list[Batch]:
-    """Batches without that token, but in the last row of step 1."""
+    """Batches without that token, but at the end of the last row of step 1: no loss shows it, as it has no target."""
     found = [(tokens % BAD, positions, targets.clone()) for tokens, positions, targets in batches(groups, step)]
     if step == 1:
         found[-1][0][-1, -1] = BAD
-        found[-1][2][-1, -1] = 0
+        found[-1][2][-1, -1] = IGNORED
     return found
 
 

@@ -3,6 +3,7 @@ one pass for all there are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,6 +67,42 @@ class MeanOfNoTargets(Manual):
         tokens, positions, targets = batch
         mean = cross_entropy(self.model(tokens, positions).flatten(0, 1), targets.flatten())
         return mean * self.count(batch)
+
+
+@defect(cause="numerics", caught_by="test_steps_are_those_of_one_process[MeanOfNoStep-dp2-plain")
+class MeanOfNoStep(Manual):
+    """allenai/OLMo-core#657: losses are divided by the rank's own number of targets in the step, which may be none, and
+    then scaled to its share."""
+
+    def weighted(self, losses: Tensor, batch: Batch, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        own = torch.stack([self.count(each) for each in batches]).sum()
+        return losses / own * (own / tokens)
+
+
+@defect(cause="numerics", caught_by="test_a_step_that_is_not_finite_changes_nothing_on_any_rank[LooksAtTheLoss")
+class LooksAtTheLoss(Manual):
+    """paiml/entrenar#112: a step is left out where its loss is not finite, but gradients may be so alone."""
+
+    def reported(self, total: Tensor, tokens: Tensor) -> float:
+        return float(self.loss)
+
+    def run(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        total = super().run(batches, tokens)
+        self.loss = self.over(total, self.data_axes()) / tokens
+        return total
+
+    def is_finite(self, norm: Tensor) -> bool:
+        return bool(torch.isfinite(self.loss))
+
+
+@defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[KeepsTheFirstContext-dp2-plain")
+class KeepsTheFirstContext(Manual):
+    """TattaBio/gLM2#3: a table that has an entry for each position of a row is made in the first pass, and kept."""
+
+    def losses(self, batch: Batch) -> Tensor:
+        tokens, positions, targets = batch
+        table = self.__dict__.setdefault("table", positions.new_zeros(tokens.shape[1]))
+        return super().losses((tokens, positions + table, targets))
 
 
 @defect(cause="state", caught_by="test_two_trainers_take_turns")

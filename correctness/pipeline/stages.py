@@ -11,36 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from correctness.pipeline.outputs import NumbersFirst, PassesOn, Several, Sometimes, Views
+from correctness.pipeline.plain import CONTEXT, HIDDEN, VOCABULARY, Plain, width
+
 Tensors = tuple[Tensor, ...]
 
-ROWS, CONTEXT, VOCABULARY, HIDDEN = 3, 4, 11, 8
+ROWS = 3
 IGNORED = -100
-LARGE = 2**60
-"""Whole numbers near it are farther apart in float64."""
-
-
-def width(boundary: int) -> int:
-    """Width of the values between two stages; that of the embedding at boundary 0."""
-    return 6 + 2 * (boundary % 3)
-
-
-class Plain(nn.Module):
-    """A stage of two linear layers, with a norm and a bias, from one width to another; the first one embeds tokens, and
-    the last one returns logits."""
-
-    def __init__(self, stage: int, stages: int) -> None:
-        super().__init__()
-        first, last = stage == 0, stage == stages - 1
-        into, out = width(stage), VOCABULARY if last else width(stage + 1)
-        self.embedding = nn.Embedding(VOCABULARY, into) if first else None
-        self.norm = nn.RMSNorm(into)
-        self.inner, self.outer = nn.Linear(into, HIDDEN), nn.Linear(HIDDEN, out, bias=False)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.passed(x if self.embedding is None else self.embedding(x))
-
-    def passed(self, x: Tensor) -> Tensor:
-        return self.outer(torch.tanh(self.inner(self.norm(x))))
 
 
 class Recomputed(Plain):
@@ -56,44 +33,6 @@ class Autocast(Plain):
     def passed(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, torch.bfloat16):
             return super().passed(x)
-
-
-class Several(Plain):
-    """A stage that returns three tensors: its values, those of the stage before, of which the next one uses the first
-    column, and whole numbers that no floating-point number equals."""
-
-    def __init__(self, stage: int, stages: int) -> None:
-        super().__init__(stage, stages)
-        self.last = stage == stages - 1
-
-    def forward(self, x: Tensor, before: Tensor | None = None, numbers: Tensor | None = None) -> Any:
-        numbers = x + LARGE if numbers is None else numbers
-        out = super().forward(x)
-        if before is not None:
-            out = out * (1 + before[..., :1]) * (1 + 0.1 * (numbers - LARGE)[..., None])
-        return out if self.last else (out, out.flip(-1), numbers)
-
-
-class Sometimes(Several):
-    """Uses the values of the stage before in some micro-batches alone, and not in the first."""
-
-    def forward(self, x: Tensor, before: Tensor | None = None, numbers: Tensor | None = None) -> Any:
-        numbers = x + LARGE if numbers is None else numbers
-        return super().forward(x, before if (numbers - LARGE).sum() % 2 else None, numbers)
-
-
-class NumbersFirst(Plain):
-    """A stage that returns whole numbers, which no floating-point number equals, before its values: in a message of
-    gradients, which the numbers lack, a value's place is another one."""
-
-    def __init__(self, stage: int, stages: int) -> None:
-        super().__init__(stage, stages)
-        self.last = stage == stages - 1
-
-    def forward(self, x: Tensor, values: Tensor | None = None) -> Any:
-        numbers, x = (x + LARGE, x) if values is None else (x, values)
-        out = super().forward(x) * (1 + 0.1 * (numbers - LARGE)[..., None])
-        return out if self.last else (numbers, out)
 
 
 class Dropping(Plain):
@@ -152,6 +91,18 @@ class WithAnAdapter(Plain):
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__(stage, stages)
         self.outer = Adapted(HIDDEN, self.outer.out_features)
+
+
+class Counting(Plain):
+    """A stage that counts the rows that it has seen, in a buffer."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.rows += len(x)
+        return super().forward(x)
 
 
 class UsedTwice(Plain):
@@ -214,6 +165,8 @@ class Kind:
     first: torch.dtype | None = None
     """The dtype of the first stage, where it is another one."""
     within: float = 1e-12
+    scaled: bool = False
+    """Whether the first stage takes a scale of each row beside the tokens."""
 
 
 KINDS = {
@@ -221,6 +174,9 @@ KINDS = {
     "several_outputs": Kind(Several),
     "sometimes_unused_outputs": Kind(Sometimes),
     "numbers_first": Kind(NumbersFirst),
+    "views": Kind(Views),
+    "passes_on_what_it_has": Kind(PassesOn, scaled=True),
+    "buffers": Kind(Counting),
     "dropout": Kind(Dropping),
     "tied": Kind(Tied),
     "frozen": Kind(Frozen),
@@ -246,24 +202,29 @@ def build(kind: str, device: str, stage: int, stages: int) -> nn.Module:
 
 
 def micro_batches(
-    count: int, step: int, device: str = "cpu", equal: bool = False
+    count: int, step: int, device: str = "cpu", equal: bool = False, kind: str = "plain"
 ) -> tuple[list[Tensors], list[Tensor]]:
-    """Tokens (rows, CONTEXT) of each micro-batch, with one to three rows, and targets with some left out."""
+    """Tokens (rows, CONTEXT) of each micro-batch, with one to three rows, beside what else stages of the kind take; and
+    targets with some left out."""
     random = torch.Generator().manual_seed(1000 + step)
     inputs, targets = [], []
     for number in range(count):
         rows = ROWS if equal else 1 + (number + step) % ROWS
         tokens, aims = (torch.randint(VOCABULARY, (rows, CONTEXT), generator=random) for _ in range(2))
         aims[torch.rand(aims.shape, generator=random) > 0.7] = IGNORED
-        inputs.append((tokens.to(device),))
+        scales = (0.5 + torch.rand(rows, generator=random, dtype=torch.float64),) * KINDS[kind].scaled
+        inputs.append(tuple(each.to(device) for each in (tokens, *scales)))
         targets.append(aims.to(device))
     return inputs, targets
 
 
-def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the cross entropies of the targets that are not left out, in float32 at least."""
+def loss(output: Any, targets: Tensor) -> Tensor:
+    """The sum of the cross entropies of the targets that are not left out, in float32 at least, and of a number that
+    the last stage returned beside the logits."""
+    logits, *more = output if isinstance(output, tuple) else (output,)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return sum(more, losses)
 
 
 def builder(kind: str, device: str) -> Any:

@@ -26,6 +26,10 @@ def _known(implementation: Implementation, kind: str) -> str | None:
         return "its stage behind a frozen one has no gradients: docs/pytorch-defects.md"
     if kind == "hook_on_its_input" and implementation.name in PYTORCHS:
         return "hooks on what it receives pile up from step to step: docs/pytorch-defects.md"
+    if kind == "buffers" and implementation.name in PYTORCHS:
+        return "it tries each stage before the first step: docs/pytorch-defects.md"
+    if kind == "views" and implementation.name in PYTORCHS:
+        return "it sends no view whose rows are not one after the other: docs/pytorch-defects.md"
     return None
 
 
@@ -34,7 +38,7 @@ def train(
     implementation: Implementation, worlds: WorldsBySize, device: str, request: pytest.FixtureRequest
 ) -> Callable[[Mesh, str], None]:
     """Trains stages of a kind on a mesh, and compares with one process: losses, the gradients of the first step, and
-    parameters after 20 steps or 3."""
+    parameters and buffers after 20 steps or 3."""
 
     def compare(mesh: Mesh, kind: str) -> None:
         if why := _known(implementation, kind):
@@ -72,11 +76,11 @@ def test_micro_batches_may_differ_in_rows(
     assert_none(differences(ranks, in_one_process(kind, ranks[0].stages, 8, 3, False)))
 
 
-@pytest.mark.meshes("pp=1", "pp=2", "pp=3", "pp=4")
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.meshes("pp=1", "pp=2", "pp=3", "pp=4", "pp=2,dp=2")
+@pytest.mark.parametrize("count", [1, 3, 5])
 def test_any_number_of_micro_batches(
     implementation: Implementation, mesh: Mesh, count: int, worlds: WorldsBySize, device: str
 ) -> None:
-    """More than stages, and fewer."""
+    """More than stages, and fewer; beside another pipeline, on ranks that are not neighbours."""
     ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, "plain", count, device, 2, True)
     assert_none(differences(ranks, in_one_process("plain", ranks[0].stages, count, 2, True)))

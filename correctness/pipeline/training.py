@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from correctness.pipeline.stages import KINDS, Tied, build, builder, loss, micro_batches, passed
+from correctness.support.batches import left_as_they_are
 from shardmark.api import Implementation, Mesh
 
 LATER = 1000
@@ -22,8 +23,8 @@ OPTIONS = {"lr": 0.002, "momentum": 0.9}
 
 @dataclass
 class Trained:
-    """Results of a rank, or of one process: each step's loss; by stage and name, gradients of the first step and
-    parameters after the last."""
+    """Results of a rank, or of one process: each step's loss; by stage and name, gradients of the first step, and
+    parameters and buffers after the last."""
 
     stages: int
     within: float = KINDS["plain"].within
@@ -34,6 +35,11 @@ class Trained:
 
 def named(modules: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
     return {f"{stage}.{name}": p for stage, module in modules.items() for name, p in module.named_parameters()}
+
+
+def state_of(modules: Mapping[int, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers."""
+    return {f"{stage}.{name}": each.detach() for stage, m in modules.items() for name, each in m.state_dict().items()}
 
 
 def group_of(mesh: Mesh, device: str) -> dist.ProcessGroup:
@@ -52,13 +58,15 @@ def train_on_rank(
     optimizer = SGD([p for p in parameters.values() if p.requires_grad] or [nn.Parameter(torch.zeros(1))], **OPTIONS)
     for step in range(steps):
         optimizer.zero_grad()
-        trained.losses.append(float(pipeline.step(*micro_batches(count, step, device, equal))))
+        given = micro_batches(count, step, device, equal, kind)
+        with left_as_they_are(given):
+            trained.losses.append(float(pipeline.step(*given)))
         if kind == "tied":
             _share_tied(pipeline.modules, trained.stages, group)
         if step == 0:
             trained.gradients = {name: p.grad.cpu().clone() for name, p in parameters.items() if p.grad is not None}
         optimizer.step()
-    trained.parameters = {name: p.detach().cpu() for name, p in parameters.items()}
+    trained.parameters = {name: each.cpu() for name, each in state_of(pipeline.modules).items()}
     return trained
 
 
@@ -85,7 +93,7 @@ def in_one_process(kind: str, stages: int, count: int, steps: int, equal: bool) 
     optimizer = SGD({id(p): p for p in parameters.values() if p.requires_grad}.values(), **OPTIONS)
     for step in range(steps):
         optimizer.zero_grad()
-        inputs, targets = micro_batches(count, step, "cpu", equal)
+        inputs, targets = micro_batches(count, step, "cpu", equal, kind)
         outputs = [passed(list(modules.values()), x) for x in inputs]
         total = torch.stack([loss(out, y) for out, y in zip(outputs, targets, strict=True)])
         total.sum().backward()
@@ -93,7 +101,7 @@ def in_one_process(kind: str, stages: int, count: int, steps: int, equal: bool) 
         if step == 0:
             trained.gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         optimizer.step()
-    trained.parameters = {name: p.detach() for name, p in parameters.items()}
+    trained.parameters = state_of(modules)
     return trained
 
 

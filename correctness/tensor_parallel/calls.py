@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from correctness.support.batches import left_as_they_are
 from correctness.support.communication import delayed, recorded
 from correctness.tensor_parallel.training import batches, model_of
 from impl.distributed import full
@@ -20,6 +21,10 @@ from shardmark.meter.memory import meter
 
 WITHIN = 1e-12
 """Relative to the largest value of a tensor, in float64."""
+
+
+STEPS = (1, 2)
+"""Two calls have the batches of these steps, whose rows differ in length."""
 
 
 @dataclass
@@ -41,18 +46,15 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _batch(kind: str, step: int, device: str = "cpu") -> Batch:
-    tokens, positions, targets = batches(kind, 2, step)[0]
-    return tokens.to(device), positions.to(device), targets.to(device)
-
-
-def _transposed(batch: Batch) -> tuple[Tensor, ...]:
-    """The same tensors, whose rows do not lie one after the other."""
-    return tuple(each.t().contiguous().t() for each in batch)
+    """Copies of the step's first micro-batch, whose rows do not lie one after the other."""
+    lying = (each.t().clone(memory_format=torch.contiguous_format).t() for each in batches(kind, 2, step)[0])
+    tokens, positions, targets = (each.to(device) for each in lying)
+    return tokens, positions, targets
 
 
 def _with_logits(model: nn.Module, kind: str, device: str) -> Called:
     """Logits, by which two losses are differentiated: one whose gradient is expanded, and one of random weights."""
-    tokens, positions, _ = _transposed(_batch(kind, 1, device))
+    tokens, positions, _ = _batch(kind, 1, device)
     logits = model(tokens, positions)
     logits.sum().backward(retain_graph=True)
     random = torch.Generator().manual_seed(3)
@@ -74,8 +76,9 @@ def two_calls_on_rank(implementation: Implementation, mesh: Mesh, device: str, l
     """Two forward passes before their backward passes, of which the last is the first; with `late`, one rank begins
     each collective late."""
     model = parallel(implementation, mesh, "even", device)
-    with delayed(before=0.02 if late else 0.0, on=0):
-        first, second = (model(*_batch("even", step, device)) for step in (1, 3))
+    given = [_batch("even", step, device) for step in STEPS]
+    with left_as_they_are(given), delayed(before=0.02 if late else 0.0, on=0):
+        first, second = (model(*batch) for batch in given)
         second.backward()
         (2 * first).backward()
     results = {"the first loss": first.detach().cpu(), "the second loss": second.detach().cpu()}
@@ -85,7 +88,7 @@ def two_calls_on_rank(implementation: Implementation, mesh: Mesh, device: str, l
 @cache
 def two_calls_in_one_process() -> Called:
     model = model_of("even", "cpu")
-    first, second = (token_losses(model, _batch("even", step)) for step in (1, 3))
+    first, second = (token_losses(model, _batch("even", step)) for step in STEPS)
     second.backward()
     (2 * first).backward()
     return Called({"the first loss": first.detach(), "the second loss": second.detach()}, _gradients(model))

@@ -19,7 +19,7 @@ from impl.mesh.decoder import Batch
 from shardmark.api import Implementation, Mesh
 
 DIM, HEADS, SHARE = 48, 24, 0.25
-SHAPES = {"attention.wo": (2, 12), "feed_forward.w2": (2, 12), "heads": (64, 1)}
+SHAPES = {"attention.wo": (2, 12), "feed_forward.w2": (5, 5), "heads": (64, 1)}
 """Rows and context by the place of dropout: behind a product, or on attention's shares, of which a token alone has one
 for each head."""
 

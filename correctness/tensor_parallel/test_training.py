@@ -12,7 +12,7 @@ from shardmark.plugin import WorldsBySize
 
 pytestmark = pytest.mark.family("tensor_parallel")
 
-MESHES = ("tp=1", "tp=2", "tp=3", "tp=4", "shard=2,tp=2", "dp=2,tp=2")
+MESHES = ("tp=1", "tp=2", "tp=3", "tp=4", "shard=2,tp=2", "tp=2,dp=2")
 
 
 @pytest.mark.meshes(*MESHES)

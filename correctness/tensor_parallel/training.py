@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from correctness.mesh.training import Trace, own_batches, traced, train
+from correctness.support.batches import packed
 from impl.mesh import Decoder, DecoderSize, MeshTrainer, Objective, OneProcess
 from impl.mesh.decoder import IGNORED, Batch
 from impl.tensor_parallel import TOKENS
@@ -37,7 +38,7 @@ class Kind:
     """AdamW, whose step hides a factor of the gradients; otherwise SGD with momentum, whose step does not."""
     steps: int = 4
     context: int = 12
-    """Tokens of a row."""
+    """Tokens of a row, or twice as many."""
 
 
 def _sized(**changes: Any) -> DecoderSize:
@@ -50,7 +51,13 @@ KINDS = {
     "few_kv_heads": Kind(_sized(kv_heads=3), biases=True, context=9),
     "tied": Kind(_sized(tied=True)),
     "fused": Kind(_sized(fused=True), biases=True),
-    "biases": Kind(biases=True),
+    "biases": Kind(
+        biases=True,
+        frozen=(
+            *("layers.0.attention.wo.weight", "layers.0.feed_forward.w1.weight", "layers.1.attention.wk.bias"),
+            *("layers.1.attention.wq.weight", "layers.1.feed_forward.w2.weight", "output.weight"),
+        ),
+    ),
     "frozen": Kind(
         adam=True,
         frozen=(
@@ -89,14 +96,17 @@ def optimizer_of(kind: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> O
 
 @cache
 def batches(kind: str, row_groups: int, step: int) -> tuple[Batch, ...]:
-    """The whole micro-batches of a step: one or two, with targets left out here and there."""
+    """The whole micro-batches of a step: one or two, with targets left out here and there, and in the last one of some
+    steps everywhere. After the first step rows of some are shorter, and positions begin again within a row."""
     random, chosen, found = torch.Generator().manual_seed(100 + step), KINDS[kind], []
     for micro in range(1 + step % 2):
-        shape = row_groups + (step + micro) % 3, chosen.context
+        shape = row_groups + (step + micro) % 3, chosen.context // (1 + (step + micro) % 2)
         tokens, targets = (torch.randint(chosen.size.vocabulary, shape, generator=random) for _ in range(2))
         targets[torch.rand(shape, generator=random) > 0.7] = IGNORED
         targets[0, 0] = 0
-        found.append((tokens, torch.arange(chosen.context).expand(shape), targets))
+        if step % 4 == 3 and micro:
+            targets.fill_(IGNORED)
+        found.append((tokens, packed(*shape, random) if step else torch.arange(shape[1]).expand(shape), targets))
     return tuple(found)
 
 

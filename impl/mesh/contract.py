@@ -26,7 +26,8 @@ class Trainer(Protocol):
 
     - Training is that of one process with the whole batch: losses, norms, gradients and parameters, in float64 to
       1e-12 at the first step, and after 20. A step's loss is the sum of its targets' cross entropies over all ranks and
-      micro-batches, divided by the number of targets, leaving out those that are -100: a rank may have no others.
+      micro-batches, divided by the number of targets, leaving out those that are -100: a rank may have no others in a
+      whole step.
     - Ranks that have the same parameter, or the same part of it, have it bitwise equal.
     - Frozen parameters keep their values, tied ones stay one, and one without a gradient has none, or zeros.
     - Saved after a step and loaded into a new one, training goes on as if it had not ended.
@@ -44,7 +45,8 @@ class Trainer(Protocol):
     """
 
     def step(self, batches: Sequence[Batch]) -> tuple[float | Tensor, float | Tensor]:
-        """Train on this rank's part of each micro-batch: (tokens, positions, targets), each (rows, context) int64.
+        """Train on this rank's part of each micro-batch: (tokens, positions, targets), each (rows, context) int64, of
+        sizes that may differ from one to the next, and left as they are.
         Returns the loss and the norm before clipping, the same on every rank, as numbers or tensors of one."""
         ...
 

@@ -16,10 +16,10 @@ from shardmark.api import Family, Refusable, RegistryError, add_family
 class Parallelize(Protocol):
     """`parallelize(model, mesh) -> model`, called on every rank with the same whole `Decoder` (`impl.mesh.decoder`),
     whose linear layers may have biases and whose queries, keys and values may be one product, and a `DeviceMesh` of
-    one axis, `tp`, which may be a part of a larger mesh.
+    one axis, `tp`, which may be a part of a larger mesh, in any order of its axes.
 
     The returned module is called in two ways, with the same batch on every rank; tokens, positions and targets are
-    (rows, context) int64, contiguous or not:
+    (rows, context) int64, contiguous or not, of other sizes in each call, with positions that begin again anywhere:
 
         model(tokens, positions)           # the whole logits, (rows, context, vocabulary), on every rank
         model(tokens, positions, targets)  # the sum of the cross entropies of all targets but those that are -100
@@ -38,6 +38,7 @@ class Parallelize(Protocol):
     - Dropout draws from the default generators, which ranks of `tp` have in the same state before a call and after it.
       Copies of a value are dropped on all ranks or on none; other tokens and other heads draw independently; a call
       that is recomputed drops the same values.
+    - A call leaves its arguments as they are.
     - With targets, no rank has the whole logits (Shoeybi et al., "Megatron-LM", 2019).
     - FSDP2 over another axis may be put around the module and its layers, and `torch.utils.checkpoint` around a call.
 

@@ -1,0 +1,92 @@
+"""Defects of tensor parallelism that show by what a call is given: positions, targets, frozen weights, a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from correctness.support.planting import defect
+from correctness.tensor_parallel.wrong import Planted
+from impl.mesh.decoder import IGNORED, Decoder
+from impl.tensor_parallel import Plain, Sliced
+
+
+@defect(cause="options", caught_by="test_steps_are_those_of_one_process[CountsPositions-tp2-even")
+class CountsPositions(Planted):
+    """NVIDIA/Megatron-LM#453: rotary positions are those in the row, whatever positions are given."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        counted = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return super().forward(tokens, counted, targets)
+
+
+@defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[KeepsTheFirstContext-tp2-even")
+class KeepsTheFirstContext(Planted):
+    """TattaBio/gLM2#3: a table that has an entry for each position of a row is made in the first call, and kept."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        table = self.__dict__.setdefault("table", positions.new_zeros(tokens.shape[1]))
+        return super().forward(tokens, positions + table, targets)
+
+
+class _OfFrozenWeights(Plain):
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().row(x, weight, bias if bias is None or weight.requires_grad else bias.detach())
+
+
+@defect(cause="gradients", caught_by="test_steps_are_those_of_one_process[FreezesBiasesOfFrozenWeights-tp2-biases")
+class FreezesBiasesOfFrozenWeights(Planted):
+    """NVIDIA/apex#1517: a product whose weight is frozen finds no gradient of its bias either."""
+
+    products_of = _OfFrozenWeights
+
+
+@defect(cause="subgroup", caught_by="test_steps_are_those_of_one_process[CountsRanksOfTheWorld-tp2_dp2-even")
+class CountsRanksOfTheWorld(Planted):
+    """A rank's place on `tp` is taken from its number in the world, as if ranks of `tp` were neighbours."""
+
+    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
+        def place(mesh: DeviceMesh, dim: Any = None) -> int:
+            return dist.get_rank() % mesh.size()
+
+        with patch.object(DeviceMesh, "get_local_rank", place):
+            super().__init__(model, mesh)
+
+
+@defect(cause="masks", caught_by="test_steps_are_those_of_one_process[MeanOfNoTargets-tp2-even")
+class MeanOfNoTargets(Planted):
+    """The sum is a mean times the number of targets: not a number where all are left out."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        count = (targets != IGNORED).sum()
+        return super().losses(logits, targets) / count * count
+
+
+@defect(cause="state", caught_by="test_two_calls_before_their_backward_passes[WritesIntoTargets")
+class WritesIntoTargets(Planted):
+    """Targets that are left out are made valid ones in place."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        out = super().forward(tokens, positions, targets)
+        if targets is not None:
+            targets.clamp_(min=0)
+        return out
+
+
+@defect(cause="random numbers", caught_by="test_dropout_leaves_out_what_one_process_might[DrawsForItsOwnTokens-tp2")
+class DrawsForItsOwnTokens(Planted):
+    """A rank draws as many numbers as its slice has tokens: where slices differ, so do the generators afterwards."""
+
+    products_of = Sliced
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        out = super().forward(tokens, positions, targets)
+        group = self.products.group
+        if self.training and self.layers[0].dropout.p and group.rank() < tokens.numel() % group.size():  # type: ignore[union-attr, operator]
+            torch.rand((), device=tokens.device)
+        return out
