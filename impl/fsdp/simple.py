@@ -68,9 +68,9 @@ def data_parallel(
     `init_weights` seeds each rank's draws by the one way in which all parameters are placed. A small one costs a gather
     of its own; compiled, gathers can go together (`torch._inductor.config.bucket_all_gathers_fx`).
 
-    ValueError for another mode, a mesh of other dimensions, parameters that are sharded already, have no rows or are
-    not contiguous, no trainable ones, and models that differ between ranks. RuntimeError in backward where a parameter
-    changed since forward.
+    ValueError for another mode, a mesh of other dimensions, sharded parameters, no trainable ones, and models that
+    differ between ranks; Unsupported for parameters without rows or with gaps in memory. RuntimeError in backward where
+    a parameter changed since forward.
     """
     _check(model, mesh, mode)
     mp_policy = mp_policy or MixedPrecisionPolicy()
