@@ -10,16 +10,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from correctness.fsdp.odd_parameters import Empty, Scalar, Strided
+from correctness.support.exact import exact
+from correctness.support.exact import tolerance as exact_tolerance
 from correctness.support.on_ranks import running_on_ranks
 from correctness.support.whole_batch import DIM, adam, batch, loss, module, own_batch, train
 from impl.fsdp import by_type
 from shardmark.api import Implementation
 
 LINEARS = by_type(nn.Linear)
-NORM = 1e-6
-"""Tolerance for the norm that clipping returns: it may be in float32, whatever the gradients are."""
 HANG = 30.0
 """Deadline in seconds of tests in which a wrong implementation is likely to hang."""
+
+
+def norm_tolerance() -> float:
+    """Tolerance for the norm that clipping returns: it may be in float32, whatever the gradients are."""
+    return exact_tolerance(1e-6)
 
 
 class Odd(nn.Module):
@@ -76,13 +82,21 @@ class Deep(nn.Module):
         return self.output(x)
 
 
-ODD_MODULES = {"odd": Odd, "tiny": Tiny, "large": Large, "deep": Deep}
+ODD_MODULES = {
+    "odd": Odd,
+    "tiny": Tiny,
+    "large": Large,
+    "deep": Deep,
+    "empty": Empty,
+    "scalar": Scalar,
+    "strided": Strided,
+}
 
 
-def make(kind: Any, seed: int, device: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Make a module of the class with seeded weights."""
+def make(kind: Any, seed: int, device: str, dtype: torch.dtype | None = None) -> Any:
+    """Make a module of the class with seeded weights, by default in the dtype of exact checks."""
     torch.manual_seed(seed)
-    return kind().to(device, dtype)
+    return kind().to(device, dtype or exact())
 
 
 def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
@@ -195,26 +209,30 @@ def contains(model: Any, kind: type) -> bool:
     return any(isinstance(part, kind) for part in model.module.modules())
 
 
-def as_expected(what: str, found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> str:
+def as_expected(
+    what: str, found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float | None = None
+) -> str:
     """Return "" if all tensors equal the expected ones, else a line with the first difference: found and expected.
-    `what` goes before the parameter's name in that line, such as "the gradient of"."""
+    `what` goes before the parameter's name in that line, such as "the gradient of". The default tolerance is that of
+    exact checks."""
+    close = exact_tolerance() if tolerance is None else tolerance
     if missing := [name for name in expected if name not in found]:
         return f"gather_full_parameters() has no {missing[0]!r}; it has {', '.join(found)}"
     for name, value in expected.items():
         got = found[name]
         if got.shape != value.shape:
             return f"{what} {name} has the shape {tuple(got.shape)}, expected {tuple(value.shape)}"
-        if not torch.allclose(got.double(), value.double(), rtol=tolerance, atol=tolerance):
+        if not torch.allclose(got.double(), value.double(), rtol=close, atol=close):
             return f"{what} {name} is not as expected: {_difference(got.double(), value.double())}"
     return ""
 
 
-def gradients_as_expected(what: str, model: Any, plain: nn.Module, tolerance: float = 1e-12) -> str:
+def gradients_as_expected(what: str, model: Any, plain: nn.Module, tolerance: float | None = None) -> str:
     """`as_expected` of the averaged gradients, against those of an unsharded module. Changes the parameters."""
     return as_expected(what, averaged_gradients(model), gradients_of(plain), tolerance)
 
 
-def parameters_as_expected(what: str, model: Any, plain: nn.Module, tolerance: float = 1e-12) -> str:
+def parameters_as_expected(what: str, model: Any, plain: nn.Module, tolerance: float | None = None) -> str:
     """`as_expected` of the full parameters, against those of an unsharded module."""
     return as_expected(what, full(model), parameters_of(plain), tolerance)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from correctness.support.exact import pytest_pyfunc_call as pytest_pyfunc_call
 from correctness.support.sweep import is_on_many_ranks
 from shardmark.plugin.session import SESSION
 

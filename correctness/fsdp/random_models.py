@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
+from correctness.support.exact import exact
 from correctness.support.whole_batch import DIM, ROWS
 
 
@@ -106,6 +108,26 @@ class Branches(Layer):
         return {"of": (x + self.outer(hidden), [hidden, hidden.square()])}
 
 
+class Parametrized(Layer):
+    """Its weight is computed from other parameters whenever it is read."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__(width, bias)
+        weight_norm(self.inner)
+
+
+class Recurrent(Layer):
+    """A module of several parameters, which keeps a list of them beside."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__(width, bias)
+        del self.inner, self.outer
+        self.cell = nn.GRU(DIM, DIM, bias=bias)
+
+    def forward(self, x: Tensor, extra: Extra) -> Tensor:
+        return x + self.cell(x[None])[0][0]
+
+
 KINDS: dict[str, type[Layer]] = {
     "layer": Layer,
     "frozen": Frozen,
@@ -116,6 +138,8 @@ KINDS: dict[str, type[Layer]] = {
     "some rows": SomeRows,
     "counting": Counting,
     "branches": Branches,
+    "parametrized": Parametrized,
+    "recurrent": Recurrent,
 }
 
 
@@ -132,9 +156,9 @@ class Recipe:
         return f"{', '.join(layers)}; units: {self.units}"
 
     def make(self, seed: int, device: str) -> RandomModel:
-        """Make the float64 model; the same seed gives the same weights."""
+        """Make the model in the dtype of exact checks; the same seed gives the same weights."""
         torch.manual_seed(seed)
-        return RandomModel(self).to(device, torch.float64)
+        return RandomModel(self).to(device, exact())
 
     def wrap(self, module: nn.Module) -> list[nn.Module]:
         """Wrap policy of this recipe. Tied parameters belong to the root module."""
@@ -187,7 +211,7 @@ class Rows:
         """Draw a batch; in some steps a rank has rows in the mask, in others none."""
         generator = torch.Generator().manual_seed(step)
         x, shift, y = (
-            torch.randn(ranks * ROWS, n, generator=generator, dtype=torch.float64).to(device)
+            torch.randn(ranks * ROWS, n, generator=generator, dtype=torch.float64).to(device, exact())
             for n in (DIM, DIM, 2 * DIM)
         )
         in_mask = torch.rand(ranks, generator=generator) < 0.6

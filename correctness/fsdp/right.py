@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from correctness.fsdp.small_fsdp import SmallFSDP
 from correctness.support.planting import right
 from impl.fsdp import FullyShardedDataParallel
+from shardmark.api import Unsupported
 
 
 class _AllReduces(SmallFSDP):
@@ -53,6 +54,14 @@ class Interleaved(SmallFSDP):
     def gather(self, shard: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
         flat = super().gather(shard, torch.Size([self.ranks * shard.numel()]), dtype)
         return flat.view(self.ranks, -1).T.flatten()[: shape.numel()].view(shape)
+
+
+@right("it takes float32 parameters alone")
+class InFloat32(SmallFSDP):
+    def check(self, module: nn.Module) -> None:
+        if any(p.dtype != torch.float32 for p in module.parameters()):
+            raise Unsupported("it takes float32")
+        super().check(module)
 
 
 @right("no nn.Module and no clip_grad_norm_: an object with the contract's methods around ours")

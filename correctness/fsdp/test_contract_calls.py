@@ -172,17 +172,22 @@ def _triple(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return 3 * output
 
 
+def _halve(module: nn.Module, into: Any, out_of: Any) -> Any:
+    return tuple(x if x is None else x / 2 for x in into)
+
+
 @pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @on_every_rank
 def test_the_modules_own_hooks_run(implementation: Implementation, when: str, keyword: bool, device: str) -> str:
-    """Hooks of the root and of an inner layer that change inputs and outputs."""
+    """Hooks of the root and of inner layers that change inputs, outputs and gradients."""
     plain, inner = make(Odd, 0, device), make(Odd, 0, device)
 
     def register(root: nn.Module) -> None:
-        for each in (root, next(part for part in root.modules() if isinstance(part, nn.Linear))):
+        for each in (root, *[part for part in root.modules() if isinstance(part, nn.Linear)][:2]):
             each.register_forward_pre_hook(_double, with_kwargs=True)
             each.register_forward_hook(_triple)
+            each.register_full_backward_hook(_halve)
 
     if when == "before":
         register(inner)

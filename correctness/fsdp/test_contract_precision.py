@@ -207,11 +207,13 @@ def test_parameters_are_gathered_in_the_compute_dtype(
 
 
 @on_every_rank
-def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, device: str) -> str:
+def test_parameters_and_buffers_are_kept_in_their_own_dtype(implementation: Implementation, device: str) -> str:
     """Parameters with values that bfloat16 cannot hold, and a step so small that bfloat16 would round it away."""
     plain = make(Odd, 0, device, torch.float32)
     options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
-    model = wrap(implementation, make(Odd, 0, device, torch.float32), **options)
+    module = make(Odd, 0, device, torch.float32)
+    module.register_buffer("table", torch.full((3,), 1 / 3, device=device))
+    model = wrap(implementation, module, **options)
     gathered = model.gather_full_parameters()
     for name, tensor in gathered.items():
         if tensor.dtype != torch.float32:
@@ -224,6 +226,9 @@ def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, 
     x, _ = own_batch(0, device)
     model(x.float()).float().sum().backward()
     model.finish_gradient_synchronization()
+    for buffer in model.module.buffers():
+        if buffer.dtype != torch.float32 or not (buffer == 1 / torch.full((), 3.0, device=device)).all():
+            return f"with compute_dtype=bfloat16 a buffer of 1/3 is {buffer} after a step, and its own is torch.float32"
     shards = [local(p).detach().clone() for p in model.parameters()]
     gradients = [None if p.grad is None else local(p.grad).clone() for p in model.parameters()]
     SGDs(model, lr=1e-4).step()

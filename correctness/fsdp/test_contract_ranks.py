@@ -13,7 +13,6 @@ from torch import nn
 from correctness.engine.histories_on_ranks import group_of
 from correctness.fsdp.checks import (
     HANG,
-    NORM,
     ODD_MODULES,
     Odd,
     SGDs,
@@ -26,6 +25,7 @@ from correctness.fsdp.checks import (
     gradients_as_expected,
     gradients_of,
     make,
+    norm_tolerance,
     parameters_as_expected,
     poisoned,
     synchronized_backward,
@@ -114,9 +114,9 @@ def clip_on_rank(implementation: Implementation, name: str, max_norm: float, dev
     synchronized_backward(model, 0, device)
     norm = float(model.clip_grad_norm_(max_norm))
     expected = float(nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
-    if abs(norm - expected) > NORM * expected:
+    if abs(norm - expected) > norm_tolerance() * expected:
         return f"clip_grad_norm_() returns {norm:.9g}, and the norm of all gradients over all ranks is {expected:.9g}"
-    return gradients_as_expected(f"clipped to {max_norm}, the gradient of", model, plain, tolerance=NORM)
+    return gradients_as_expected(f"clipped to {max_norm}, the gradient of", model, plain, tolerance=norm_tolerance())
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 100.0], ids=["too_large", "small_enough"])

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_map
 
 from correctness.engine.histories import events_of, one_in
 from correctness.engine.histories_on_ranks import even_and_odd_ranks, hold_on_ranks
-from correctness.fsdp.checks import NORM, SGDs, as_expected, contains, full, parameters_of, wrap
+from correctness.fsdp.checks import SGDs, as_expected, contains, full, norm_tolerance, parameters_of, wrap
 from correctness.fsdp.random_models import Recipe, Rows, recipes
+from correctness.support.exact import exact
 from impl.fsdp import norms_and_biases
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
@@ -123,7 +124,8 @@ class Beside:
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
         self.device, self.group = device, even_and_odd_ranks()[1] if history.in_groups else None
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        self.tolerance = 1e-3 if {"compute_dtype", "reduce_dtype"} & history.options.keys() else 1e-9
+        in_float32 = exact() == torch.float32 or {"compute_dtype", "reduce_dtype"} & history.options.keys()
+        self.tolerance = 1e-3 if in_float32 else 1e-9
         seeds = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         self.plain = history.recipe.make(seeds[0], device)
         module = history.recipe.make(seeds[self.rank], device)
@@ -208,7 +210,7 @@ class Beside:
         most = 0.05 if abs(now - 0.1) < 0.01 else 0.1  # torch scales a little where the norm is just below, too
         expected = nn.utils.clip_grad_norm_(self.plain.parameters(), most)
         norm = self.model.clip_grad_norm_(most)
-        self.tolerance = max(self.tolerance, NORM)
+        self.tolerance = max(self.tolerance, norm_tolerance())
         return as_expected("the returned", {"norm": norm.cpu()}, {"norm": expected.cpu()}, self.tolerance)
 
     def save(self) -> None:

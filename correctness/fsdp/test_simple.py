@@ -210,7 +210,7 @@ def complaint(what: str, device: str) -> str:
         ("hybrid", "ValueError: hybrid_shard takes a mesh of 2 dimensions, got (2,)"),
         ("two_dimensions", "ValueError: fully_shard takes a mesh of 1 dimension, got (2, 1)"),
         ("part", "ValueError: this Sequential is sharded over ranks already, at '0': give it an unsharded module"),
-        ("scalar", "ValueError: fully_shard splits rows, and scale has none: give it the shape (1,)"),
+        ("scalar", "Unsupported: fully_shard splits rows, and scale has none: give it the shape (1,)"),
         (
             "different",
             "ValueError: the ranks' modules differ at 'weight': (4, 4) of torch.float32, trainable on rank 0, "

@@ -94,7 +94,7 @@ class ReducesInComputeDtype(SmallFSDP):
         super().begin_reduce(shard, gradient)
 
 
-@defect(cause="numerics", caught_by="test_parameters_are_kept_in_their_own_dtype")
+@defect(cause="numerics", caught_by="test_parameters_and_buffers_are_kept_in_their_own_dtype")
 class GathersRoundedParameters(SmallFSDP):
     """facebookresearch/fairscale#445: `gather_full_parameters` returns parameters rounded to the compute dtype."""
 

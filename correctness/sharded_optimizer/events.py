@@ -179,14 +179,17 @@ def _some(n: int, odds: int) -> SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def histories(draw: DrawFn, most: int = 9) -> History:
+def histories(draw: DrawFn, most: int = 9, fewest: int = 0) -> History:
+    """Draw groups of at least `fewest` parameters, of which one has some."""
     optimizer, defaults = draw(st.sampled_from(list(DRAWN.values())))
     values = {"lr": [0.0, 0.01, 0.3], "weight_decay": [0.0, 0.2], **OWN_OPTIONS[optimizer]}
     options = st.fixed_dictionaries({}, optional={name: st.sampled_from(each) for name, each in values.items()})
     # torch's fused AdamW takes gradients laid out as their parameters; on CPU it misreads others.
     transposed = st.just(False) if defaults.get("fused") else one_in(5)
-    shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4)
-    groups = st.builds(Group, shapes, st.just({}) | options, _some(4, 5), transposed)
+    groups, filled = (
+        st.builds(Group, shapes, st.just({}) | options, _some(4, 5), transposed)
+        for shapes in (st.lists(st.sampled_from(SHAPES), min_size=n, max_size=4) for n in (fewest, 1))
+    )
     steps = st.builds(Step, _some(6, 5), one_in(3), st.just(()) | st.just(()) | _some(8, 3), transposed)
     changes = st.builds(Change, st.integers(0, 2), options)
     rare = [st.builds(Add, groups), st.just(Reload()), st.just(Save()), st.just(Restore())]
@@ -197,7 +200,7 @@ def histories(draw: DrawFn, most: int = 9) -> History:
     in_groups = draw(one_in(3))
     events = events_of(draw, most, lambda: draw(draw(st.sampled_from(kinds))))
     events += [*draw(st.sampled_from(ENDS)), *[Reload(), Step()] * in_groups, Save()]
-    first = draw(st.lists(groups, min_size=1, max_size=3))
+    first = [draw(filled), *draw(st.lists(groups, max_size=2))][:: draw(st.sampled_from([1, -1]))]
     return History(
         first, events, optimizer, defaults, draw(st.sampled_from(dtypes)), draw(st.integers(0, 999)), in_groups
     )

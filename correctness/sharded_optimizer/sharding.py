@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from correctness.support.exact import exact
+
 
 def raised(call: Callable[[], Any]) -> str:
     """Return the type and message of the error that the call raises, or "nothing"."""
@@ -16,12 +18,11 @@ def raised(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def parameters(device: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    """Random parameters, the same on every rank."""
+def parameters(device: str, *shapes: tuple[int, ...], dtype: torch.dtype | None = None) -> list[nn.Parameter]:
+    """Random parameters, the same on every rank, by default in the dtype of exact checks."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)) for shape in shapes
-    ]
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [nn.Parameter(values.to(device, dtype or exact())) for values in drawn]
 
 
 def set_gradients(params: list[nn.Parameter], seed: int) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from correctness.support.exact import exact
+
 Shape = tuple[int, ...]
 Options = dict[str, Any]
 
@@ -35,7 +37,7 @@ class History:
     optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
     defaults: Options = field(default_factory=lambda: {"lr": 0.1})
     dtypes: Sequence[torch.dtype] = (torch.float64,)
-    """dtypes of the parameters, cycled."""
+    """dtypes of the parameters, cycled; float64 stands for that of exact checks."""
     seed: int = 0
     in_groups: bool = False
     """Even and odd ranks train side by side: separate process groups, separate parameters."""
@@ -93,6 +95,7 @@ class Training:
         params = []
         for i, shape in enumerate(group.shapes):
             dtype = self.history.dtypes[(len(self.parameters) + i) % len(self.history.dtypes)]
+            dtype = exact() if dtype == torch.float64 else dtype
             values = torch.randn(shape, generator=self.draw, dtype=torch.float64).to(self.device, dtype)
             values = _transposed(values) if group.transposed else values
             params.append(nn.Parameter(values, requires_grad=i not in group.frozen))

@@ -175,3 +175,34 @@ class SavesNothingOfTheInnerGroups(ShardedOptimizer):
             for name in set(group) - names:
                 del group[name]
         return loss
+
+
+@defect(cause="options", caught_by="test_any_history")
+class DropsGroupsWithoutParameters(SimpleZero):
+    """MakazhanAlpamys/Soup#336: leaves out a group that has no parameters, and the next one takes its place."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        if not isinstance(param_group["params"], list) or param_group["params"]:
+            super().add_param_group(param_group)
+
+
+@defect(cause="handles", caught_by="test_hooks_run_once_around_each_step")
+class RunsHooksOfItsOwnPart(SimpleZero):
+    """Runs a hook after the update of the rank's own parameters, when those of the others have not arrived."""
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.inner.register_step_post_hook(hook)
+
+
+@defect(cause="gradients", caught_by="test_a_sparse_gradient_is_right_or_refused")
+class WritesSparseRows(SimpleZero):
+    """Makes a sparse gradient dense by writing its rows; of two values of one row the last wins."""
+
+    def call(self, closure: Callable[[], Any] | None) -> Any:
+        loss = super().call(closure)
+        for p in self.all_parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                dense = p.new_zeros(p.shape)
+                dense[p.grad._indices()[0]] = p.grad._values()
+                p.grad = dense
+        return loss

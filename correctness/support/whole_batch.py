@@ -1,4 +1,4 @@
-"""Training in one process on the whole batch, in float64: the reference for data_parallel, sharded_optimizer, fsdp."""
+"""Training in one process on the whole batch, in exact(): the reference for data_parallel, sharded_optimizer, fsdp."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from correctness.support.exact import exact, exactly, tolerance
 
 STEPS = 20
 ROWS = 3
@@ -63,16 +65,16 @@ ONE_MODULE = [name if name == "tied_and_frozen" else pytest.param(name, marks=py
 
 
 def module(name: str, seed: int, device: str) -> nn.Module:
-    """Make one of MODULES in float64; the same seed gives the same weights."""
+    """Make one of MODULES in the dtype of exact checks; the same seed gives the same weights."""
     torch.manual_seed(seed)
-    return MODULES[name]().double().to(device)
+    return MODULES[name]().to(device, exact())
 
 
 def batch(step: int, ranks: int, device: str) -> tuple[Tensor, Tensor]:
     """Inputs and targets of the whole batch, equal on every rank."""
     generator = torch.Generator().manual_seed(step)
     x, y = (torch.randn(ranks * ROWS, n, generator=generator, dtype=torch.float64) for n in (DIM, 2 * DIM))
-    return x.to(device), y.to(device)
+    return x.to(device, exact()), y.to(device, exact())
 
 
 def share(rank: int) -> slice:
@@ -93,8 +95,9 @@ def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Adam over the trainable parameters: a wrong gradient stays visible in its state."""
-    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    """Adam over the trainable parameters: a wrong gradient stays visible in its state, and by an eps of the gradients'
+    size so does a wrong factor."""
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01, eps=0.01)
 
 
 def train(
@@ -146,6 +149,17 @@ def single_process(
     return {key: tensor.cpu() for key, tensor in model.state_dict().items()}
 
 
+def exact_single_process(name: str, ranks: int, device: str, **options: Any) -> tuple[dict[str, Tensor], float]:
+    """`single_process` in float64, and the tolerance: in float32, twice one process's own error."""
+    with exactly(torch.float64):
+        expected = single_process(name, ranks, device, **options)
+    if exact() == torch.float64:
+        return expected, tolerance()
+    found = single_process(name, ranks, device, **options)
+    error = max((found[key].double() - value).abs().max().item() for key, value in expected.items())
+    return expected, 2 * (error + torch.finfo(exact()).eps)
+
+
 def draw_rows_of_two_ranks(generator: torch.Generator) -> dict[str, Any]:
     """Draw what test_unwatched.py of wrappers trains on: {"dim": int, "x": (2, rows, dim), a rank's rows in each}."""
     dim, rows = (3 + torch.randint(20, (2,), generator=generator)).tolist()
@@ -172,14 +186,19 @@ class WholeBatch(nn.Module):
         return dict(self.module.named_parameters())
 
 
-def assert_equal_states(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    """Assert on each rank: the expected names, values equal to 1e-12, and bitwise the same state as on rank 0."""
+def assert_equal_states(
+    found: list[dict[str, Tensor]], expected: dict[str, Tensor], close: float | None = None
+) -> None:
+    """Assert on each rank: the expected names and dtypes, values within the tolerance, by default that of exact checks,
+    and bitwise the same state as on rank 0."""
+    close = tolerance() if close is None else close
     for rank, state in enumerate(found):
         assert list(state) == list(expected), f"the state on rank {rank} has the names {list(state)}"
         for key, value in state.items():
-            assert value.dtype == expected[key].dtype, f"{key!r} on rank {rank} is of {value.dtype} in the state"
-            error = (value - expected[key]).abs().max().item()
-            assert torch.allclose(value, expected[key], rtol=1e-12, atol=1e-12), (
+            wanted = expected[key].to(exact()) if expected[key].is_floating_point() else expected[key]
+            assert value.dtype == wanted.dtype, f"{key!r} on rank {rank} is of {value.dtype} in the state"
+            error = (value - wanted).abs().max().item()
+            assert torch.allclose(value, wanted, rtol=close, atol=close), (
                 f"after training, {key!r} on rank {rank} differs from a single process's by up to {error:.3g}"
             )
             assert torch.equal(value, found[0][key]), f"after training, {key!r} on rank {rank} is not that of rank 0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -22,15 +23,17 @@ class FullySharded(Protocol):
 
     Must:
 
-    - Wrapping gives every rank the parameters and buffers of the group's first rank. `parameters()` are then this
-      rank's shards, in the parameters' own dtype, for any optimizer; some may be empty. Modules keep their classes.
-      Wrapping draws no random numbers.
+    - Wrapping gives every rank the parameters and buffers of the group's first rank. `parameters()` are then, and after
+      an evaluation, this rank's shards, in the parameters' own dtype, for any optimizer; some may be empty. Modules
+      keep their classes. Wrapping draws no random numbers.
     - A call is the module's own: arguments, hooks, outputs (in tuples, lists and dicts too, of which a loss may use
-      any, and in subclasses of these and dataclasses, which keep their classes), gradients of inputs.
+      any, and in subclasses of these and dataclasses, which keep their classes), gradients of inputs. A unit's inputs
+      and outputs may be changed in place, and its forward may run again in backward, to recompute activations.
     - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
       shard's `.grad`, of its shape and dtype, is this rank's part of the average over the ranks. A gradient missing on
       a rank counts as zero, unless parameters are DTensors, which are reduced one by one; one missing on all is zero or
-      None. Gradients add up until they are set to None. Frozen parameters have none; tied ones stay one.
+      None. Gradients add up until they are set to None, each to what the user left of it. Frozen parameters have none;
+      tied ones stay one.
     - Several forwards may precede their backwards, a forward may have no backward, and evaluation may come at any time,
       in inference mode too.
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
@@ -102,6 +105,15 @@ def _check(target: Any, device: str) -> None:
 
 
 TIED = "tied parameters"
+ODD_PARAMETERS: dict[str, Callable[[Tensor], bool]] = {
+    "parameters without elements": lambda p: p.numel() == 0,
+    "parameters without dimensions": lambda p: p.ndim == 0,
+    "parameters that are not contiguous": lambda p: not p.is_contiguous(),
+}
+
+
+def _has(kind: str, module: nn.Module, **_: Any) -> str | None:
+    return kind if any(map(ODD_PARAMETERS[kind], module.parameters())) else None
 
 
 def _has_tied_parameters(module: nn.Module) -> bool:
@@ -119,6 +131,7 @@ FAMILY = add_family(
                 "dtypes other than float32", lambda module, **_: other_dtypes(module.parameters()), elsewhere=True
             ),
             Refusable(TIED, lambda module, **_: TIED if _has_tied_parameters(module) else None),
+            *(Refusable(kind, partial(_has, kind)) for kind in ODD_PARAMETERS),
             Refusable("cpu_offload", lambda *_, cpu_offload=False, **__: "cpu_offload" if cpu_offload else None),
         ),
         memory=sharded_peak,

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from impl.distributed import PlainStateDict, broadcast_state, check_same_module
-from impl.fsdp.contract import Facts
+from impl.fsdp.contract import ODD_PARAMETERS, Facts
 from impl.fsdp.dtensors import DTensorModel
 from impl.fsdp.split_into_units import shared_between
 from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_unsharded, choose_units, mark_sharded
@@ -159,8 +159,12 @@ class TorchFSDP1(PlainStateDict):
 
 
 def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.ProcessGroup | None) -> list[nn.Module]:
-    """Give every rank rank 0's values, and return the units; Unsupported where units share parameters."""
+    """Give every rank rank 0's values, and return the units; Unsupported where units share parameters, or where
+    parameters have no elements, no dimensions or gaps in memory."""
     check_unsharded(module)
+    for name, parameter in module.named_parameters():
+        if odd := [kind for kind, has in ODD_PARAMETERS.items() if has(parameter)]:
+            raise Unsupported(f"PyTorch's FSDP takes no {odd[0]}, as {name!r} is one")
     check_same_module(module, process_group)
     units = choose_units(wrap, module)
     if shared := shared_between(module, units):

@@ -20,6 +20,29 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
                 yield from tensors_in(item)
 
 
+def _base(x: Tensor) -> Tensor:
+    """The tensor that x is a view of, or x itself."""
+    return x if x._base is None else x._base
+
+
+def bases_of(value: Any) -> set[int]:
+    """The ids of the tensors in a value; of a view, the id of its base."""
+    return {id(_base(x)) for x in tensors_in(value)}
+
+
+def entrances(output: Any, given: set[int]) -> Iterator[Tensor]:
+    """The tensors by which backward may enter the module that returned this output and was given those ids.
+
+    Once a view is changed in place, backward goes through its base alone, so a view's base is an entrance, too, unless
+    it is an input's.
+    """
+    for x in tensors_in(output):
+        if x.requires_grad:
+            yield x
+            if (base := _base(x)) is not x and base.requires_grad and id(base) not in given:
+                yield base
+
+
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy with changed tensors, or the object itself if no tensor changes: a module may write into a list
     or dict. Containers keep their classes."""

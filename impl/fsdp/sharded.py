@@ -25,7 +25,7 @@ from impl.fsdp.accounting import kept_peak, norms_replicated_peak, plain_peak, s
 from impl.fsdp.backward import BACKWARD_RAISED, BackwardPasses, backward_runs, refuse_unsynchronized_gradients
 from impl.fsdp.contract import Facts
 from impl.fsdp.flat_parameters import Sharding
-from impl.fsdp.nested_tensors import changed, tensors_in
+from impl.fsdp.nested_tensors import bases_of, changed, entrances, tensors_in
 from impl.fsdp.nine_linears_accounting import formulas
 from impl.fsdp.prefetch_order import Order
 from impl.fsdp.split_into_units import device_of, split
@@ -122,6 +122,7 @@ class FullyShardedDataParallel(PlainStateDict):
         self._gather(unit, self._backward_order if recomputing else self._forward_order)
         args = tuple(changed(x, self._cast) for x in args)
         kwargs = {name: changed(x, self._cast) for name, x in kwargs.items()}
+        unit.given = bases_of((args, kwargs))
         if torch.is_grad_enabled() and not recomputing:
             unit.calls += 1
             # Backward of a unit is complete when its inputs have their gradients: autograd runs the newest operators
@@ -140,9 +141,8 @@ class FullyShardedDataParallel(PlainStateDict):
             if unit is self._root:
                 self.sharding.wait_for_host_memory()  # the optimizer may write the shards next
             return
-        for x in tensors_in(output):
-            if x.requires_grad:
-                x.register_hook(partial(self._before_backward, unit))
+        for x in entrances(output, unit.given):
+            x.register_hook(partial(self._before_backward, unit))
         if self.reshard_after_forward and unit is not self._root:
             unit.reshard()
 

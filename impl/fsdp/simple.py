@@ -35,7 +35,7 @@ from impl.fsdp.nested_tensors import changed
 from impl.fsdp.nine_linears_accounting import formulas
 from impl.fsdp.simple_accounting import transformer_peak
 from impl.fsdp.wrapping import check_unsharded, mark_sharded
-from shardmark.api import Race, register
+from shardmark.api import Race, Unsupported, register
 
 PLACEMENTS: dict[str, tuple[Placement, ...]] = {
     "replicate": (Replicate(),),
@@ -68,9 +68,9 @@ def data_parallel(
     `init_weights` seeds each rank's draws by the one way in which all parameters are placed. A small one costs a gather
     of its own; compiled, gathers can go together (`torch._inductor.config.bucket_all_gathers_fx`).
 
-    ValueError for another mode, a mesh of other dimensions, parameters that are sharded already or have no rows, no
-    trainable ones, and models that differ between ranks. RuntimeError in backward where a parameter changed since
-    forward.
+    ValueError for another mode, a mesh of other dimensions, sharded parameters, no trainable ones, and models that
+    differ between ranks; Unsupported for parameters without rows or with gaps in memory. RuntimeError in backward where
+    a parameter changed since forward.
     """
     _check(model, mesh, mode)
     mp_policy = mp_policy or MixedPrecisionPolicy()
@@ -284,7 +284,9 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
     check_unsharded(model)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0 and mode != "replicate":
-            raise ValueError(f"{mode} splits rows, and {name} has none: give it the shape (1,)")
+            raise Unsupported(f"{mode} splits rows, and {name} has none: give it the shape (1,)")
+        if not parameter.is_contiguous():
+            raise Unsupported(f"DTensors are contiguous, and {name} is not")
     check_same_module(model, _group(mesh))
 
 

@@ -27,6 +27,8 @@ class Unit:
         self.in_backward = False
         """True if backward has begun and full parameters have been gathered for it."""
         self.reduced = False
+        self.given: set[int] = set()
+        """The ids of the tensors that its last forward was given, of a view that of its base."""
 
     def add(self, places: dict[nn.Parameter, list[Place]], sharding: Sharding, kind: type[Flat] = Flat) -> None:
         """Add these parameters to the unit."""

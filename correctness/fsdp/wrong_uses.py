@@ -1,0 +1,103 @@
+"""Planted defects: full sharding that is wrong in uses that are less common."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from correctness.fsdp.right import InFloat32
+from correctness.fsdp.small_fsdp import SmallFSDP
+from correctness.support.planting import defect
+from impl.fsdp import FullyShardedDataParallel
+from impl.fsdp.backward import backward_runs
+from impl.fsdp.nested_tensors import bases_of
+from impl.fsdp.units import Unit
+
+
+@defect(cause="gradients", caught_by="test_tensors_may_be_changed_in_place")
+class LosesItsHookOnAView(FullyShardedDataParallel):
+    """pytorch/pytorch#181832: the hook that gathers for backward is on a view, and goes where that changes in place."""
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        unit.given |= bases_of(output)
+        super()._after_forward(unit, module, args, output)
+
+
+@defect(cause="two calls", caught_by="test_activations_may_be_recomputed_in_backward")
+class GathersNothingInBackward(SmallFSDP):
+    """Takes it that a forward that runs again in backward finds its parameters gathered."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs) if backward_runs() else super().forward(*args, **kwargs)
+
+
+@defect(cause="state", caught_by="test_an_optimizer_may_be_made_after_an_evaluation")
+class ShowsWhatAnEvaluationGathered(SmallFSDP):
+    """pytorch/pytorch#149205: after an evaluation the module has full parameters, until its next forward."""
+
+    evaluated = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.evaluated = not torch.is_grad_enabled()
+        return super().forward(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        shards = super().parameters(recurse)
+        return (nn.Parameter(self.gather_to_compute(p)) for p in list(shards)) if self.evaluated else shards
+
+
+@defect(cause="gradients", caught_by="test_each_gradient_adds_up_to_what_the_user_left_of_it")
+class BeginsAnewForAll(SmallFSDP):
+    """Takes it that all gradients are set to None where one is."""
+
+    def finish_gradient_synchronization(self) -> None:
+        if any(shard.grad is None for shard, *_ in self.pending):
+            for shard, *_ in self.pending:
+                shard.grad = None
+        super().finish_gradient_synchronization()
+
+
+@defect(cause="shapes", caught_by="test_one_step_applies_the_mean")
+class FlattensMemory(SmallFSDP):
+    """pytorch/pytorch#137382: takes the elements of a parameter in the order of its memory, and gives them back in that
+    of its indices."""
+
+    def padded(self, full: Tensor) -> Tensor:
+        dense = full.numel() == full.untyped_storage().nbytes() // full.itemsize
+        return super().padded(full.as_strided((full.numel(),), (1,)) if dense else full)
+
+
+@defect(cause="shapes", caught_by="test_forward_computes_with_the_full_parameters")
+class GivesAScalarADimension(SmallFSDP):
+    """deepspeedai/DeepSpeed#8467: what has no elements, or no dimensions, comes back as a vector."""
+
+    def gather(self, shard: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+        return super().gather(shard, shape if shape.numel() > 1 else torch.Size([shape.numel()]), dtype)
+
+
+@defect(cause="gradients", caught_by="test_any_history")
+class KeepsTheListOfAModule(SmallFSDP):
+    """pytorch/pytorch#33238: a recurrent module's own list of its weights is not made anew, and stays as it was."""
+
+    def replace_parameters(self) -> None:
+        for part in self.module.modules():
+            if isinstance(part, nn.RNNBase):
+                vars(part)["_weights_have_changed"] = lambda: False
+        super().replace_parameters()
+
+
+@defect(cause="numerics", caught_by="test_one_step_applies_the_mean")
+class SumsInFloat32(InFloat32):
+    """Takes float32 alone, and adds gradients up over the ranks without the division."""
+
+    def mean(self, total: Tensor) -> Tensor:
+        return total
+
+
+@defect(cause="numerics", caught_by="test_twenty_steps")
+class RoundsInFloat32(InFloat32):
+    """Takes float32 alone, and communicates gradients in bfloat16."""
+
+    def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
+        super().begin_reduce(shard, gradient.bfloat16().float())

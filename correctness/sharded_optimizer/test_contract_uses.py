@@ -1,0 +1,80 @@
+"""Contract of uses of a sharded optimizer: hooks of its steps, and gradients that are sparse."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from correctness.sharded_optimizer.player import assert_values
+from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
+from correctness.sharded_optimizer.training import unsharded
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
+
+pytestmark = pytest.mark.family("sharded_optimizer")
+
+
+def hooked(make: Any, device: str) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    """Train with a hook that halves gradients before each step, and one that reads parameters after it. Return which
+    ran, the parameters that the last hook saw, and those at the end."""
+    params = parameters(device, (5, 3), (7,), (11,))
+    optimizer = make(params, torch.optim.SGD, lr=0.1, momentum=0.9)
+    ran: list[str] = []
+    seen: list[Tensor] = []
+
+    def before(*_: Any) -> None:
+        ran.append("before")
+        for p in params:
+            p.grad.mul_(0.5)  # type: ignore[union-attr]
+
+    def after(*_: Any) -> None:
+        ran.append("after")
+        seen[:] = [p.detach().cpu().clone() for p in params]
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    for step in range(2):
+        set_gradients(params, step)
+        optimizer.step()
+    return ran, seen, [p.detach().cpu() for p in params]
+
+
+def hooked_on_rank(implementation: Implementation, device: str) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    return hooked(implementation.watched, device)
+
+
+def test_hooks_run_once_around_each_step(implementation: Implementation, world: World, device: str) -> None:
+    ranks, (expected, _, values) = world.run(hooked_on_rank, implementation, device), hooked(unsharded, device)
+    for rank, (ran, _, _) in enumerate(ranks):
+        assert ran == expected, f"in two steps the hooks on rank {rank} ran {ran}, expected {expected}"
+    assert_values([found for *_, found in ranks], values, ", whose gradients a hook halves before each step")
+    assert_values([seen for _, seen, _ in ranks], values, ", as a hook after the step sees it")
+
+
+def with_sparse(make: Any, device: str) -> tuple[list[str], list[Tensor]]:
+    """Step with a dense gradient, and with sparse ones: of some rows, of one row twice, and of none."""
+    params = parameters(device, (6, 3), (5,))
+    optimizer = make(params, torch.optim.SGD, lr=0.1)
+    said = []
+    for step, rows in enumerate(([4, 1], [2, 2], [])):
+        set_gradients(params, step)
+        values = torch.ones(len(rows), 3, dtype=params[0].dtype, device=device)
+        params[0].grad = torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.int64, device=device), values, (6, 3))
+        said.append(raised(optimizer.step))
+    return said, [p.detach().cpu() for p in params]
+
+
+def with_sparse_on_rank(implementation: Implementation, device: str) -> tuple[list[str], list[Tensor]]:
+    return with_sparse(implementation.watched, device)
+
+
+def test_a_sparse_gradient_is_right_or_refused(implementation: Implementation, world: World, device: str) -> None:
+    ranks = world.run(with_sparse_on_rank, implementation, device)
+    said = [lines for lines, _ in ranks]
+    if said[0] == ["nothing"] * 3:
+        assert_values([found for _, found in ranks], with_sparse(unsharded, device)[1], " after sparse gradients")
+    else:
+        assert all(line.startswith("ValueError") for lines in said for line in lines), (
+            f"a step with a sparse gradient must be right, or a ValueError on every rank, and said {said}"
+        )
