@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ CHANGES = (
     None, None, None, "weights in place", "a state_dict", "a state_dict assigned", "parameters replaced", "copied",
     "freeze the first block", "thaw all", "no mode is set",
 )  # fmt: skip
-PLACES = ("itself", "itself", "in a tuple", "in a dict", "in a list", "in an object")
+PLACES = ("itself", "itself", "in a tuple", "in a dict", "in a list", "in an object", "after None", "the input")
+OUTPUTS = ("a tensor", "a tensor", "a tensor", "a view written in place", "a tuple", "a dict", "an object")
+AGAIN = (None, None, None, "retained", "differentiated")
 LAYOUTS = ("contiguous", "contiguous", "transposed", "expanded", "another batch")
 WAYS = ("backward", "backward(inputs=some)", "grad of all", "grad of some")
 
@@ -47,6 +50,8 @@ class Pass:
     dropped_first: bool
     """Run another forward first, without a backward."""
     way: str
+    again: str | None
+    """"retained": backward runs twice; "differentiated": then that of the gradients' squares runs."""
     subset: int
     layout: str
     waits: bool
@@ -75,10 +80,13 @@ class History:
     born: str
     """Mode of the model when the policy is applied."""
     extra: tuple[tuple[bool, bool, bool, str], ...]
-    """Further arguments of the blocks. For each: passed by name, needs a gradient, is computed from a leaf, where it
-    lies (one of `PLACES`)."""
+    """Further arguments of the blocks. For each: passed by name, needs a gradient, is computed from a leaf (and is a
+    mask where it needs no gradient), where it lies (one of `PLACES`)."""
+    output: str
+    """Output of a block, one of `OUTPUTS`."""
     hooks: tuple[tuple[str, bool, int], ...]
-    """"pre" or "post", registered before the policy or after, index of the block. Removed before the last pass."""
+    """"pre", "post" or "backward" of a block, or "parameter"; registered before the policy or after; index of the
+    block. Removed before the last pass."""
     last_forward_first: bool
     """Waiting backwards run last forward first; else first forward first."""
     events: tuple[Pass, ...]
@@ -96,6 +104,7 @@ PASSES = st.builds(
     no_grad_first=st.booleans(),
     dropped_first=st.booleans(),
     way=st.sampled_from(WAYS),
+    again=st.sampled_from(AGAIN),
     subset=st.integers(2, 4),
     layout=st.sampled_from(LAYOUTS),
     waits=st.booleans(),
@@ -114,8 +123,10 @@ HISTORIES = st.builds(
     extra=st.lists(
         st.tuples(st.booleans(), st.booleans(), st.booleans(), st.sampled_from(PLACES)), max_size=3
     ).map(tuple),
+    output=st.sampled_from(OUTPUTS),
     hooks=st.lists(
-        st.tuples(st.sampled_from(("pre", "post")), st.booleans(), st.integers(0, 4)), max_size=2
+        st.tuples(st.sampled_from(("pre", "post", "backward", "parameter")), st.booleans(), st.integers(0, 4)),
+        max_size=2,
     ).map(tuple),
     last_forward_first=st.booleans(),
     events=st.lists(PASSES, min_size=1, max_size=3).map(tuple),
@@ -135,10 +146,14 @@ class Unsqueezed(nn.Module):
 
 
 class Block(nn.Module):
-    """A block that multiplies its hidden layer by each further tensor."""
+    """A block that multiplies its hidden layer by each further tensor in an even place, and adds each in an odd one.
+
+    Where it returns more than a tensor, it takes that too, and passes on a second tensor.
+    """
 
     def __init__(self, history: History) -> None:
         super().__init__()
+        self.output = history.output
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
         part: nn.Module = nn.Identity() if history.dropout is None else history.dropout(0.4)
         whole = isinstance(part, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout))
@@ -148,12 +163,39 @@ class Block(nn.Module):
             part = nn.Sequential(part)
         self.part = part
 
-    def forward(self, x: Tensor, *args: Any, flag: bool = False, **kwargs: Any) -> Tensor:
-        hidden = nn.functional.gelu(self.up(x))
-        for each in tree_leaves([args, kwargs]):
+    def forward(self, given: Any, *args: Any, flag: bool = False, **kwargs: Any) -> Any:
+        x, beside = taken(given)
+        hidden = nn.functional.gelu(self.up(x if beside is None else x + beside))
+        for place, each in enumerate(tree_leaves([args, kwargs])):
             scale = getattr(each, "scale", each)
-            hidden = hidden * scale if isinstance(scale, Tensor) else hidden
-        return self.down(self.part(hidden)) + (x if flag else 0)
+            if isinstance(scale, Tensor):
+                hidden = hidden + scale[:, :1] if place % 2 else hidden * scale[:, :1]
+        out = self.down(self.part(hidden)) + (x if flag else 0)
+        if self.output == "a view written in place":
+            out = out[:].sin_()
+        return returned(self.output, out, hidden[:, :8])
+
+
+def returned(how: str, x: Tensor, beside: Tensor) -> Any:
+    """The output of a block, one of `OUTPUTS`."""
+    match how:
+        case "a tuple":
+            return x, None, beside
+        case "a dict":
+            return {"x": x, "beside": beside, "rows": torch.arange(len(x), device=x.device)}
+        case "an object":
+            return SimpleNamespace(x=x, beside=beside)
+    return x
+
+
+def taken(output: Any) -> tuple[Tensor, Tensor | None]:
+    """The tensor in a block's output, and the one beside it, if there is one."""
+    if isinstance(output, Tensor):
+        return output, None
+    if isinstance(output, tuple):
+        return output[0], output[2]
+    of = output if isinstance(output, dict) else vars(output)
+    return of["x"], of["beside"]
 
 
 class Model(nn.Module):
@@ -167,7 +209,7 @@ class Model(nn.Module):
                 block.down.weight = blocks[0].down.weight
         self.blocks = nn.ModuleList(blocks)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
         for block in self.blocks:
             x = block(x, *args, **kwargs)
-        return x
+        return taken(x)[0]

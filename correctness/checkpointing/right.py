@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +17,9 @@ from correctness.checkpointing.models import distinct_blocks
 from correctness.support.planting import right
 
 Forward = Callable[..., Any]
+
+TENSOR = object()
+"""Place of a tensor in an output."""
 
 
 @right("the blocks' forward is replaced")
@@ -32,7 +37,8 @@ def every_fourth(model: nn.Module) -> nn.Module:
 
 
 class Recomputed(torch.autograd.Function):
-    """The textbook version: forward runs without a graph, backward again with one. Only inputs get gradients."""
+    """The textbook version: forward runs without a graph, backward again with one. Only inputs get gradients, and these
+    have no graph."""
 
     @staticmethod
     def forward(ctx: Any, run: Forward, inputs: int, *tensors: Tensor) -> Any:
@@ -42,41 +48,51 @@ class Recomputed(torch.autograd.Function):
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.save_for_backward(*tensors)
         with torch.no_grad():
-            return run(*tensors[:inputs])
+            return run(tensors[:inputs], tensors[inputs:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
-        tensors = list(ctx.saved_tensors)
-        for i in range(ctx.inputs):
-            tensors[i] = tensors[i].detach().requires_grad_(needs[i])
+        tensors = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needs, strict=True)]
         with torch.random.fork_rng(devices=[] if ctx.cuda is None else None), torch.enable_grad():
             torch.set_rng_state(ctx.cpu)
             if ctx.cuda is not None:
                 torch.cuda.set_rng_state(ctx.cuda)
             with torch.autocast(*ctx.autocast):
-                out = ctx.run(*tensors[: ctx.inputs])
+                outputs = ctx.run(tensors[: ctx.inputs], tensors[ctx.inputs :])
+        outs = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad]
         of = [x for x, need in zip(tensors, needs, strict=True) if need]
-        grads = iter(torch.autograd.grad(out, of, grad, allow_unused=True))
-        return None, None, *(next(grads) if need else None for need in needs)
+        found = iter(torch.autograd.grad([x for x, _ in outs], of, [grad for _, grad in outs], allow_unused=True))
+        return None, None, *(next(found) if need else None for need in needs)
 
 
 def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     flat, spec = tree_flatten((args, kwargs))
     if any(hasattr(x, "__dict__") and not isinstance(x, Tensor) for x in flat):
         return type(block).forward(block, *args, **kwargs)  # an object may hold tensors, which no Function sees
-    where = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
-    tensors = [flat[i] for i in where]
-    others = [None if isinstance(x, Tensor) else x for x in flat]
+    trained = {name: p for name, p in block.named_parameters() if p.requires_grad}
+    returned: list[Any] = []
 
-    def call(*given: Tensor) -> Any:
-        full = list(others)
-        for i, x in zip(where, given, strict=True):
-            full[i] = x
-        args, kwargs = tree_unflatten(full, spec)
-        return type(block).forward(block, *args, **kwargs)
+    def call(given: Any, parameters: Any) -> tuple[Tensor, ...]:
+        tensors = iter(given)
+        args, kwargs = tree_unflatten([next(tensors) if isinstance(x, Tensor) else x for x in flat], spec)
+        with _reparametrize_module(
+            block, dict(zip(trained, parameters, strict=True))
+        ):  # else hooks of the parameters would run in each recomputation
+            outputs, form = tree_flatten(type(block).forward(block, *args, **kwargs))
+        if any(hasattr(x, "__dict__") and not isinstance(x, Tensor) for x in outputs):
+            raise TypeError("a block returns tensors, or tuples, lists and dicts of them")
+        returned[:] = (
+            [TENSOR if isinstance(x, Tensor) else x for x in outputs],
+            form,
+        )  # no tensor: this would be a cycle
+        return tuple(x for x in outputs if isinstance(x, Tensor))
 
-    return Recomputed.apply(call, len(tensors), *tensors, *(p for p in block.parameters() if p.requires_grad))
+    inputs = [x for x in flat if isinstance(x, Tensor)]
+    outputs = iter(Recomputed.apply(call, len(inputs), *inputs, *trained.values()))
+    leaves, form = returned
+    return tree_unflatten([next(outputs) if x is TENSOR else x for x in leaves], form)
 
 
 @right("an autograd.Function whose inputs include the parameters")

@@ -6,15 +6,15 @@ Hypothesis draws blocks, their arguments, hooks, modes, autocast and how gradien
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from correctness.checkpointing.events import DROPOUTS, HISTORIES, History, Model, Pass
+from correctness.checkpointing.events import HISTORIES, History
+from correctness.checkpointing.models import Dropping, assert_same_bits, gradients
+from correctness.checkpointing.player import Refused, results
 from correctness.engine.histories import Problem, hold
 from correctness.support.contracts import is_ours
 from shardmark.api import Implementation
@@ -22,197 +22,26 @@ from shardmark.api import Implementation
 pytestmark = pytest.mark.family("checkpointing")
 
 
-def _hooked(model: Model, history: History, before: bool) -> list[Any]:
-    handles = []
-    for kind, early, index in history.hooks:
-        block = model.blocks[index % history.layers]
-        if early == before and kind == "pre":
-            handles.append(block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:])))
-        elif early == before:
-            handles.append(block.register_forward_hook(lambda module, args, output: output * 0.5))
-    return handles
-
-
-Result = tuple[int, str, Tensor | None]
-"""Number of the pass, name, value."""
-
-
-class Refused(Exception):
-    """Forward raised where blocks have further arguments: the policy does not take them."""
-
-
-def _results(policy: Any, history: History, device: str) -> list[Result]:
-    """Play the history; return each pass's output, gradients of all leaves, and random numbers drawn afterwards."""
-    torch.manual_seed(0)
-    model = Model(history).to(device, history.dtype)
-    for i, p in enumerate(model.parameters()):
-        p.requires_grad_(not (history.frozen and i % history.frozen == 0))
-    leaves = {"the input": torch.randn(6, 8, device=device, dtype=history.dtype, requires_grad=history.x_needs_grad)}
-    for i, (by_name, needs, _, place) in enumerate(history.extra):
-        name = f"argument {i}{' by name' if by_name else ''}{'' if place == 'itself' else f' {place}'}"
-        leaves[name] = torch.rand(6, 1, device=device, dtype=history.dtype, requires_grad=needs)
-    handles = _hooked(model, history, before=True)
-    first = model.blocks[0]
-    model = policy(model.train(history.born == "train"))
-    handles += _hooked(model, history, before=False)
-    found: list[Result] = []
-    waiting: list[tuple[int, Pass, Tensor]] = []
-    for number, each in enumerate(history.events, 1):
-        last = number == len(history.events)
-        if number > 1 and last:
-            for handle in handles:
-                handle.remove()
-        if not waiting:
-            model, first = _changed(model, first, history, each)
-        named = {**leaves, **dict(model.named_parameters())}
-        with ExitStack() as stack:
-            if each.autocast:
-                dtype = getattr(torch, each.autocast.split(",")[0])
-                stack.enter_context(torch.autocast(device, dtype=dtype))
-            output = _forward(model, history, each, leaves, device)
-            found.append((number, "the output", output.detach()))
-            if output.requires_grad and each.backward_inside and not each.waits:
-                found += _backward(number, each, output, named, device)
-        if (
-            output.requires_grad and each.waits and not last and not history.hooks
-        ):  # a hook may be removed before the next
-            waiting.append((number, each, output))
-        elif output.requires_grad and (each.waits or not each.backward_inside):
-            found += _backward(number, each, output, named, device)
-            while waiting:
-                found += _backward(*waiting.pop(-history.last_forward_first), named, device)
-        del output
-        found.append((number, "what is drawn afterwards", torch.rand(3, device=device)))
-    while waiting:
-        found += _backward(*waiting.pop(-history.last_forward_first), named, device)
-    return found
-
-
-def _changed(model: Model, first: nn.Module, history: History, each: Pass) -> tuple[Model, nn.Module]:
-    """Change the model as the pass says, then set the mode of each submodule; return the model that goes on and its
-    first block."""
-    if each.change == "freeze the first block":
-        first.requires_grad_(False)
-    elif each.change == "thaw all":
-        model.requires_grad_(True)
-    elif each.change in ("a state_dict", "a state_dict assigned"):
-        assign = each.change == "a state_dict assigned"
-        model.load_state_dict({name: x * 0.9 for name, x in model.state_dict().items()}, assign=assign)
-    elif each.change == "parameters replaced":
-        for module in model.modules():
-            for name, p in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(p.detach() * 0.9, requires_grad=p.requires_grad))
-    elif each.change == "copied" and not history.hooks:  # a copied hook has no handle to remove it by
-        old, model = model, copy.deepcopy(model)
-        first = next(iter(model.blocks._modules.values()))
-        _scale(old)
-    elif each.change == "weights in place":
-        _scale(model)
-    if each.change == "no mode is set":
-        return model, first
-    model.train(each.mode in ("train", "dropout alone evaluates", "every second block evaluates"))
-    for module in model.modules():
-        if isinstance(module, DROPOUTS) and "alone" in each.mode:
-            module.train("trains" in each.mode)
-    if "second" in each.mode:
-        for block in list(model.blocks._modules.values())[1::2]:
-            block.eval()
-    return model, first
-
-
-@torch.no_grad()
-def _scale(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.mul_(0.9)
-
-
-def _forward(model: Model, history: History, each: Pass, leaves: dict[str, Tensor], device: str) -> Tensor:
-    tensors = [
-        _placed(leaf * 2 if made else leaf, place)
-        for leaf, (_, _, made, place) in zip(list(leaves.values())[1:], history.extra, strict=True)
-    ]
-    args = [t for t, (by_name, *_) in zip(tensors, history.extra, strict=True) if not by_name]
-    kwargs = {f"k{i}": t for i, (t, e) in enumerate(zip(tensors, history.extra, strict=True)) if e[0]}
-    kwargs |= {"flag": True} if history.extra else {}
-    x = leaves["the input"]
-    if each.layout == "transposed":
-        x = x.mT.contiguous().mT
-    elif each.layout == "expanded":
-        x = x[:1].expand(6, 8)
-    elif each.layout == "another batch" and not history.extra:
-        x = x[:3]
-    with torch.autocast(device, enabled=False) if each.autocast and "disabled" in each.autocast else nullcontext():
-        try:
-            if each.no_grad_first:
-                with torch.no_grad():
-                    model(x, *args, **kwargs)
-            if each.dropped_first:
-                model(x, *args, **kwargs)
-            return model(x, *args, **kwargs)
-        except Exception as error:
-            if history.extra:
-                raise Refused(f"{type(error).__name__}: {error}") from error
-            raise
-
-
-def _placed(x: Tensor, place: str) -> Any:
-    named = {"scale": x, "name": "a"}
-    return {
-        "itself": x,
-        "in a tuple": (None, x),
-        "in a list": [x, None],
-        "in a dict": named,
-        "in an object": SimpleNamespace(**named),
-    }[place]
-
-
-def _backward(number: int, each: Pass, output: Tensor, named: dict[str, Tensor], device: str) -> list[Result]:
-    """Run backward in the context that the pass says."""
-    around: AbstractContextManager[object] = nullcontext()
-    loss = output.float().square().mean()
-    if each.around == "no_grad":
-        around = torch.no_grad()
-    elif each.around == "disabled":
-        around = torch.autocast(device, enabled=False)
-    elif each.around:
-        around = torch.autocast(device, dtype=getattr(torch, each.around))
-    with around:
-        return _gradients(loss, each, named, number)
-
-
-def _gradients(loss: Tensor, each: Pass, named: dict[str, Tensor], number: int) -> list[Result]:
-    torch.rand(2)
-    needing = {name: x for name, x in named.items() if x.requires_grad}
-    some = {name: x for i, (name, x) in enumerate(needing.items()) if not i % each.subset}
-    for x in named.values():
-        x.grad = None
-    if each.way.startswith("grad"):
-        of = needing if each.way == "grad of all" else some
-        grads = dict(zip(of, torch.autograd.grad(loss, list(of.values()), allow_unused=True), strict=True))
-    else:
-        loss.backward(inputs=list(some.values()) if "inputs" in each.way else None)
-        grads = {name: x.grad for name, x in named.items()}
-    return [(number, f"the gradient of {name} by {each.way}", grad) for name, grad in grads.items()]
-
-
 def _problem(implementation: Implementation, history: History, device: str) -> Problem | None:
     """Return the first result that the policy changes, or None.
 
     Raises Refused if the implementation cannot run such blocks.
     """
-    expected = _results(lambda model: model, history, device)
+    expected = results(lambda model: model, history, device)
     try:
-        found = _results(implementation.watched, history, device)
-    except Refused as error:
-        raise Refused(f"blocks take no further arguments: {error}") from error
+        found = results(implementation.watched, history, device)
+    except Refused:
+        raise
     except Exception as error:
         what = f"{type(error).__name__} with the policy, and none without: {error}"
         return Problem(len(history.events), what)
     for (number, name, mine), (_, same_name, theirs) in zip(found, expected, strict=False):
         if name != same_name:
             return Problem(number, f"{name} is given, and without the policy {same_name}")
-        # Gradients of shared parameters are sums, which a policy may make in another order, or in autocast's dtype.
-        equal = _equal if history.blocks == "different" or is_ours(implementation) else _near
+        # Gradients of shared parameters, and of an input that is also an argument, are sums, which a policy may make in
+        # another order, or in autocast's dtype.
+        once = history.blocks == "different" and not any(place == "the input" for *_, place in history.extra)
+        equal = _equal if once or is_ours(implementation) else _near
         same = mine is theirs is None or (mine is not None and theirs is not None and equal(mine, theirs))
         if not same:
             return Problem(number, f"{name} is {_shown(mine)}, and without the policy {_shown(theirs)}")
@@ -246,3 +75,39 @@ def test_any_history_is_to_the_bit_as_without(
             return None
 
     hold(HISTORIES, problem, examples)
+
+
+class Cube(torch.autograd.Function):
+    """x³ / 3, whose backward reads what it saved twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x**3 / 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,), (again,) = ctx.saved_tensors, ctx.saved_tensors
+        return grad * x * again
+
+
+class Cubing(Dropping):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block[1].forward = Cube.apply
+
+
+def test_a_backward_that_reads_a_saved_tensor_twice_is_right_or_an_error(
+    implementation: Implementation, device: str, record_property: Any
+) -> None:
+    torch.manual_seed(0)
+    plain, x = Cubing().to(device), torch.randn(6, 8, device=device)
+    model = implementation.watched(copy.deepcopy(plain))
+    expected = gradients(plain, x)
+    try:
+        found = gradients(model, x)
+    except Exception as error:
+        record_property("note", f"no saved tensor may be read twice: {type(error).__name__}")
+        return
+    assert_same_bits(found, expected)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from correctness.checkpointing.models import SIZE, Policy, loss_of
 from correctness.support.contracts import assert_freed_at_once, held_outside_of_tensors
@@ -18,6 +18,7 @@ from impl.attention import eager_attention
 from impl.checkpointing import none
 from impl.checkpointing.contract import claims_to_save
 from impl.model import Transformer
+from impl.model.layers import Block
 from shardmark.api import Implementation
 from shardmark.meter.memory import meter
 
@@ -87,6 +88,35 @@ def test_it_saves_after_a_batch_that_raised_in_a_block(implementation: Implement
     _assert_saves(implementation, found, _without("train", "nothing", device), "after a batch that raised in a block")
 
 
+class InTuples(Block):
+    """A block that takes a tuple and a scale by name, and returns a tuple."""
+
+    def forward(self, given: Any, *, scale: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(given[0]) * scale, None
+
+
+class OfTuples(Transformer):
+    def __init__(self, size: Any, **options: Any) -> None:
+        super().__init__(size, **options)
+        for block in self.blocks:
+            block.__class__ = InTuples
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens), None
+        for block in self.blocks:
+            x = block(x, scale=torch.ones((), device=tokens.device))
+        return self.output(self.norm(x[0]))
+
+
+@pytest.mark.parametrize("how", ["under_autocast", "by_name_in_tuples"])
+def test_it_saves_however_blocks_are_called(implementation: Implementation, how: str, device: str) -> None:
+    try:
+        found = _in_mode(implementation.watched, "train", "nothing", device, how=how)
+    except TypeError as error:
+        pytest.skip(f"its blocks take and return a tensor alone: {error}")
+    _assert_saves(implementation, found, _without("train", "nothing", device, how), how.replace("_", " "))
+
+
 def _assert_saves(implementation: Implementation, found: dict[str, int], plain: dict[str, int], when: str) -> None:
     if not claims_to_save(implementation.target):
         return
@@ -119,8 +149,8 @@ def test_nothing_large_is_kept_outside_of_tensors(implementation: Implementation
 
 
 @cache
-def _without(mode: str, frozen: str, device: str) -> dict[str, int]:
-    return _in_mode(none, mode, frozen, device)
+def _without(mode: str, frozen: str, device: str, how: str = "") -> dict[str, int]:
+    return _in_mode(none, mode, frozen, device, how=how)
 
 
 @contextmanager
@@ -139,17 +169,24 @@ def _raising(block: nn.Module) -> Iterator[None]:
 
 
 def _in_mode(
-    policy: Policy, mode: str, frozen: str, device: str, evaluated: bool = False, raised: bool = False
+    policy: Policy,
+    mode: str,
+    frozen: str,
+    device: str,
+    evaluated: bool = False,
+    raised: bool = False,
+    how: str = "",
 ) -> dict[str, int]:
     """Bytes that are kept, at the peak and left behind; `evaluated`: the model's first call is an evaluation; `raised`:
-    it ends in an error in the second block."""
+    it ends in an error in the second block; `how` its blocks are called: "under_autocast" or "by_name_in_tuples"."""
     size = replace(SIZE, layers=LAYERS, vocab=8)
-    model = Transformer(size, context_length=CONTEXT, attention=eager_attention).to(device)
+    kind = OfTuples if how == "by_name_in_tuples" else Transformer
+    model = kind(size, context_length=CONTEXT, attention=eager_attention).to(device)
     _freeze(model, frozen)  # before the policy: a loop over the blocks may give segments afterwards
     policy(model)
     model.train(mode == "train")
     tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
-    with meter(device) as memory:
+    with meter(device) as memory, torch.autocast(device, dtype=torch.bfloat16, enabled=how == "under_autocast"):
         if evaluated:
             with torch.no_grad():
                 model(tokens)

@@ -149,9 +149,11 @@ class _Player:
         return frozen[value // 2 % len(frozen)] if value % 2 and frozen else value % len(self.expected)
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets; all targets of every fourth batch are ignored, and all but two of the next one's."""
+        """Tokens and targets, in every second batch slices of longer rows, as `ids[:, 1:]` is; all targets of every
+        fourth are ignored, and all but two of the next one's."""
         draw = torch.Generator().manual_seed(number)
-        tokens, targets = torch.randint(SIZE.vocab, (2, *SHAPES[number // 3 % len(SHAPES)]), generator=draw)
+        rows, context = SHAPES[number // 3 % len(SHAPES)]
+        tokens, targets = torch.randint(SIZE.vocab, (2, rows, context + number % 2), generator=draw)[..., number % 2 :]
         if number % 4 == 3:
             targets[:] = -100
         elif number % 4 == 0:

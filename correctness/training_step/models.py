@@ -41,8 +41,14 @@ class Table(nn.Module):
         return x
 
 
-KINDS = ("plain", "tied", "unused", "shared")
-"""Kinds of models: every parameter used once; one used in two places; one not used; a layer used in two blocks."""
+KINDS = ("plain", "tied", "unused", "shared", "context_first")
+"""Kinds of models: every parameter used once; one used in two places; one not used; a layer used in two blocks; logits
+whose memory is in the order (context, batch, vocab)."""
+
+
+def context_first(model: nn.Module, args: Any, logits: Tensor) -> Tensor:
+    """A forward hook that returns the same logits in another order of memory."""
+    return logits.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def moody_model(kind: str = "plain") -> nn.Module:
@@ -59,6 +65,8 @@ def moody_model(kind: str = "plain") -> nn.Module:
         model.unused = nn.Parameter(torch.ones(3))
     elif kind == "shared":
         model.blocks[1].w1 = model.blocks[0].w1
+    elif kind == "context_first":
+        model.register_forward_hook(context_first)
     return model
 
 

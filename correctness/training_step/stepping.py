@@ -52,8 +52,9 @@ def setting(
 
 
 def batch(device: str, shape: tuple[int, int] = BATCH) -> tuple[Tensor, Tensor]:
-    """Random tokens and targets."""
-    tokens, targets = torch.randint(SIZE.vocab, (2, *shape), device=device)
+    """Random tokens and targets, which are slices of longer rows, as `ids[:, :-1]` and `ids[:, 1:]` are."""
+    rows, context = shape
+    tokens, targets = torch.randint(SIZE.vocab, (2, rows, context + 1), device=device)[..., 1:]
     return tokens, targets
 
 

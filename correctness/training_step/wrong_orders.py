@@ -75,3 +75,22 @@ class PadsTheContext(EagerStep):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         more = -tokens.shape[1] % 8
         return super().forward(pad(tokens, (0, more)), pad(targets, (0, more), value=-100))
+
+
+@defect(cause="shapes", caught_by="test_orders_that_trainings_have")
+class ReadsTargetsAsIfContiguous(EagerStep):
+    """unslothai/unsloth#10713, pytorch/pytorch#72120: reads targets as if they were contiguous."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(tokens, targets.as_strided(targets.shape, (targets.shape[1], 1)))
+
+
+@defect(cause="shapes", caught_by="test_any_history")
+class ReadsLogitsAsIfContiguous(EagerStep):
+    """NVIDIA/TransformerEngine#2734: reads a transposed model's logits row after row, as they lie in memory."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with self.precision.autocast(self.device):
+            logits = self.model(tokens)
+            rows = logits.as_strided(logits.shape, (logits[0].numel(), logits.shape[-1], 1)).flatten(0, 1)
+            return cross_entropy(rows.float(), targets.flatten())

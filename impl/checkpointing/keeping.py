@@ -1,13 +1,14 @@
 """Selective checkpointing: a forward pass that keeps the outputs of some operators, and a recomputation that uses them.
 
 PyTorch's own counts the calls of every operator, and refuses a recomputation with one more, as where autocast had cast
-a weight before the block began (pytorch/pytorch#193338). This one counts those that it keeps, by operator and by the
-shapes and dtypes of its arguments. Compiled code is left to PyTorch's, whose compiler reads the policy.
+a weight before the block began (pytorch/pytorch#193338); nor does it allow a second backward through a retained graph.
+This one counts those that it keeps, by operator and by the shapes and dtypes of its arguments, and frees them in the
+backward that frees the graph. Compiled code is left to PyTorch's, whose compiler reads the policy.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,6 +42,17 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self.keeps, self.kept = keeps, kept
 
+    def _copy_what_it_writes(self, func: Any, args: Any) -> None:
+        """Copy kept outputs before the operator writes to them, as in `h = linear(x); h += x`. Versions would not tell
+        where x has three dimensions: a linear layer then returns the product's memory, and no view of the product."""
+        pairs = zip(func._schema.arguments, args, strict=False)
+        written = {_memory(each) for argument, each in pairs if argument.is_write and isinstance(each, Tensor)}
+        for kept in self.kept.values():
+            for place, (out, _) in enumerate(kept):
+                if written & {_memory(each) for each in tree_leaves(out) if isinstance(each, Tensor)}:
+                    copy = tree_map_only(Tensor, Tensor.clone, out)
+                    kept[place] = copy, _versions(copy)
+
 
 class _Keeping(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,26 +66,28 @@ class _Keeping(_Mode):
             self.kept[_call(func, args)].append((detached, _versions(detached)))
         return out
 
-    def _copy_what_it_writes(self, func: Any, args: Any) -> None:
-        """Copy kept outputs before the operator writes to them, as in `h = linear(x); h += x`. Versions would not tell
-        where x has three dimensions: a linear layer then returns the product's memory, and no view of the product."""
-        pairs = zip(func._schema.arguments, args, strict=False)
-        written = {_memory(each) for argument, each in pairs if argument.is_write and isinstance(each, Tensor)}
-        for kept in self.kept.values():
-            for place, (out, _) in enumerate(kept):
-                if written & {_memory(each) for each in tree_leaves(out) if isinstance(each, Tensor)}:
-                    copy = tree_map_only(Tensor, Tensor.clone, out)
-                    kept[place] = copy, _versions(copy)
-
 
 class _Using(_Mode):
+    """Entered once for each recomputation."""
+
+    def __enter__(self) -> Any:
+        self.used: Counter[Any] = Counter()
+        return super().__enter__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self._copy_what_it_writes(func, args)
         if not self.keeps(func):
             return func(*args, **(kwargs or {}))
-        kept = self.kept[_call(func, args)]
-        if not kept:
-            raise RuntimeError(f"{func} is called once more than in forward: a second backward, or another program")
-        out, versions = kept.popleft()
+        call = _call(func, args)
+        kept = self.kept[call]
+        if self.used[call] == len(kept):
+            raise RuntimeError(f"{func} is called once more than in forward: it is another program")
+        if torch._C._autograd._get_current_graph_task_keep_graph():  # another backward may follow
+            out, versions = kept[self.used[call]]
+            self.used[call] += 1
+        else:
+            out, versions = kept.popleft()
         if _versions(out) != versions:
             raise RuntimeError(f"an output of {func} was changed in place: it is kept for backward")
         return out

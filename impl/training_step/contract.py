@@ -18,9 +18,9 @@ class TrainingStep(Protocol):
     """`Step(model, optimizer, *, precision=Precision())`: forward, backward and update, separately or in one call.
 
     `model` maps tokens (batch, context) to logits (batch, context, vocab), and its parameters have the precision's
-    dtype; `optimizer` updates those parameters. Tokens and targets are int64 (batch, context), of another shape in each
-    call if the caller likes. The model may be any: a position's logits may depend on all of the batch, and it may draw
-    random numbers.
+    dtype; `optimizer` updates those parameters. Tokens and targets are int64 (batch, context), of another shape and of
+    other strides in each call if the caller likes, as `ids[:, 1:]` is. The model may be any: a position's logits may
+    depend on all of the batch, and it may draw random numbers.
 
     Must:
 

@@ -1,0 +1,105 @@
+"""Planted defects: policies that are right for blocks of one tensor and for one backward, as public trackers report."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from correctness.checkpointing.wrong import Forward, recomputed, wrapped
+from correctness.checkpointing.wrong_reported import _Frame
+from correctness.support.planting import defect
+
+
+class _Once(_Frame):
+    """Hands out each recomputed tensor once, and does not recompute again."""
+
+    def unpack(self, place: int) -> Tensor:
+        found = super().unpack(place)
+        self.stored[place] = found.new_zeros(found.shape)
+        return found
+
+
+@defect(cause="two calls", caught_by="test_any_history_is_to_the_bit")
+def hands_out_each_tensor_once(model: nn.Module) -> nn.Module:
+    """pytorch/pytorch#82156: a tensor that was recomputed is gone once read; the second backward finds zeros."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            frame = _Once(partial(forward, *args, **kwargs), Tensor.detach)
+            with saved_tensors_hooks(frame.pack, frame.unpack):
+                return forward(*args, **kwargs)
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
+def outputs_in_containers_detached(model: nn.Module) -> nn.Module:
+    """HIPS/autograd#495: sees an output that is itself a tensor; those in a tuple or dict get no gradient."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = recomputed(forward)(*args, **kwargs)
+            return output if isinstance(output, Tensor) else tree_map_only(Tensor, Tensor.detach, output)
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
+def none_shifts_the_arguments(model: nn.Module) -> nn.Module:
+    """deepspeedai/DeepSpeed#8455: the recomputation gets another None after each argument that is no tensor."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            ran: list[bool] = []
+
+            def once_or_again(*args: Any, **kwargs: Any) -> Any:
+                again = [y for x in args for y in ((None, None) if x is None else (x,))]
+                given, _ = again if ran else args, ran.append(True)
+                return forward(*given, **kwargs)
+
+            return checkpoint(once_or_again, *args, use_reentrant=False, **kwargs)
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
+def runs_hooks_of_parameters_twice(model: nn.Module) -> nn.Module:
+    """pytorch/pytorch#81296: hooks of parameters run for the gradient that comes from the block, and again for all."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            hooked = {name: p for name, p in block.named_parameters() if p._backward_hooks and p.requires_grad}
+            views = {name: p.view_as(p) for name, p in hooked.items()}
+            for name, view in views.items() if torch.is_grad_enabled() else ():
+                for hook in hooked[name]._backward_hooks.values():
+                    view.register_hook(hook)
+            with _reparametrize_module(block, views):
+                return recomputed(forward)(*args, **kwargs)
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="memory", caught_by="test_it_saves_however_blocks_are_called")
+def not_with_keywords(model: nn.Module) -> nn.Module:
+    """Checkpoints no block that is given an argument by name, which reentrant checkpointing does not take."""
+    return wrapped(
+        model,
+        lambda forward, block: lambda *args, **kwargs: (forward if kwargs else recomputed(forward))(*args, **kwargs),
+    )
