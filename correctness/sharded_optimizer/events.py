@@ -179,8 +179,9 @@ def _some(n: int, odds: int) -> SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def histories(draw: DrawFn, most: int = 9, fewest: int = 0) -> History:
-    """Draw groups of at least `fewest` parameters, of which one has some."""
+def histories(draw: DrawFn, most: int = 9, freezes: bool = True) -> History:
+    """Draw groups, of which one has parameters; `freezes` says whether parameters are frozen between backward and
+    step."""
     optimizer, defaults = draw(st.sampled_from(list(DRAWN.values())))
     values = {"lr": [0.0, 0.01, 0.3], "weight_decay": [0.0, 0.2], **OWN_OPTIONS[optimizer]}
     options = st.fixed_dictionaries({}, optional={name: st.sampled_from(each) for name, each in values.items()})
@@ -188,9 +189,10 @@ def histories(draw: DrawFn, most: int = 9, fewest: int = 0) -> History:
     transposed = st.just(False) if defaults.get("fused") else one_in(5)
     groups, filled = (
         st.builds(Group, shapes, st.just({}) | options, _some(4, 5), transposed)
-        for shapes in (st.lists(st.sampled_from(SHAPES), min_size=n, max_size=4) for n in (fewest, 1))
+        for shapes in (st.lists(st.sampled_from(SHAPES), min_size=n, max_size=4) for n in (0, 1))
     )
-    steps = st.builds(Step, _some(6, 5), one_in(3), st.just(()) | st.just(()) | _some(8, 3), transposed)
+    frozen = st.just(()) | st.just(()) | _some(8, 3) if freezes else st.just(())
+    steps = st.builds(Step, _some(6, 5), one_in(3), frozen, transposed)
     changes = st.builds(Change, st.integers(0, 2), options)
     rare = [st.builds(Add, groups), st.just(Reload()), st.just(Save()), st.just(Restore())]
     rare += [changes, changes, st.builds(Freeze, st.integers(0, 7))]
