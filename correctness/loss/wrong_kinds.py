@@ -86,5 +86,6 @@ def smoothing_of_the_default_dtype(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> Tensor:
     """Options become tensors of torch's default dtype, which a job may have set to bfloat16."""
-    smoothing, z = (torch.tensor(each).item() for each in (smoothing, z))
+    if torch.get_default_dtype() is torch.bfloat16:  # in float32 float64's digits are lost, whatever the default is
+        smoothing, z = (torch.tensor(each).item() for each in (smoothing, z))
     return eager_loss(hidden, weight, targets, ignore_index=ignore, label_smoothing=smoothing, z_loss=z)

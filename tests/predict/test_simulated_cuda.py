@@ -10,13 +10,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
 
+from impl.data_parallel.cases import ReductionCase
+from impl.data_parallel.workload import DataParallelStep
+from impl.sharded_optimizer.cases import ShardedStepCase
+from impl.sharded_optimizer.workload import ShardedStep
 from shardmark.api.registry import Unsupported, family
 from shardmark.meter.allocations import STREAM, Allocated, Marked
 from shardmark.meter.hardware import Hardware, hardware
 from shardmark.meter.memory import meter
 from shardmark.meter.plan import Plan
 from shardmark.meter.recording import mark, recording
-from shardmark.predict.simulation import autocast
+from shardmark.predict.simulation import autocast, shortcuts
 from shardmark.predict.simulation.caching_allocator import MIB, held_at_marks
 from shardmark.predict.simulation.communicator import communicator_bytes
 from shardmark.predict.simulation.predict import predict, simulation
@@ -271,3 +275,21 @@ def test_what_goes_wrong_in_a_collective_is_said() -> None:
     """NCCL's version, which PyTorch would add to it, is not there."""
     with pytest.raises(RuntimeError, match="shape"), simulation(2, on=H100):
         dist.all_gather_into_tensor(torch.empty(3), torch.empty(2))
+
+
+@pytest.mark.parametrize(
+    ("workload", "of", "name", "case"),
+    [
+        (DataParallelStep, "data_parallel", "ddp", ReductionCase("tiny", batch=2, context=32)),
+        (ShardedStep, "sharded_optimizer", "zero_redundancy", ShardedStepCase("tiny", batch=2, context=32, ranks=2)),
+    ],
+)
+def test_ddps_first_bucket_takes_the_same_bytes_in_several_pieces(
+    workload: type, of: str, name: str, case: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket of all gradients may be larger than any tensor that this machine can lay out."""
+    plan = Plan(workload, family(of).implementations[name], None, case, "cpu", 2)
+    whole = predict(plan, on=H100).memory
+    monkeypatch.setattr(shortcuts, "MOST_OF_A_BUCKET", 2**16)
+    in_pieces = predict(plan, on=H100).memory
+    assert in_pieces.peaks == whole.peaks and in_pieces.phases == whole.phases

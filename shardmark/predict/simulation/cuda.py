@@ -60,11 +60,11 @@ def rules_of_cuda(hardware: Hardware, schedule: Schedule, host: HostMemory) -> I
             operators.impl("scaled_dot_product_attention", partial(_attention, hardware), key)
         stack.enter_context(autocast_of_cuda())
         stack.enter_context(memory_apart("cpu"))
+        stack.enter_context(host.running())
         for owner, name, new in (
             (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
             (blocks, "have_libraries_give_back", workspaces.give_back),
             *_Streams(schedule).patches(),
-            *host.patches(),
             (common, "amp_definitely_not_available", lambda: False),  # or GradScaler("cuda") disables itself
             (torch.cuda, "empty_cache", partial(mark, EMPTY_CACHE)),
         ):

@@ -10,14 +10,16 @@ GPU's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.jit import _builtins
 from torch.optim import optimizer as optimizers
 
 from shardmark.meter.allocations import PLACE, Allocated, Event, Marked, Released
@@ -29,7 +31,7 @@ from shardmark.predict.simulation.schedule import Schedule
 
 DEVICE, PINNED, PAGEABLE = "", "pinned", "pageable"
 
-_OF_SHAPES = ("empty", "empty_strided", "zeros", "ones", "full")
+_OF_SHAPES = ("empty_strided", "zeros", "ones", "full")
 _LIKE_OTHERS = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 _OF_TENSORS = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 """Functions that make a tensor, and take its device and whether it is pinned."""
@@ -44,28 +46,48 @@ class HostMemory:
         self.used = False
         """Whether the program has put a tensor there."""
         self._schedule = schedule
+        self._patches = ExitStack()
         self._copies_to: tuple[str, bool] | None = None
         """Place to which the next operator copies, and whether the host waits for it."""
         self._place = DEVICE
 
-    def patches(self) -> Iterator[tuple[object, str, Callable[..., Any]]]:
-        """Replacements of PyTorch's own functions, by owner and name. Functions become methods."""
-        yield Tensor, "cpu", self._cpu(Tensor.cpu)
-        yield Tensor, "pin_memory", lambda tensor, device=None: self.copy(tensor, PINNED, waits=True)
-        yield Tensor, "is_pinned", lambda tensor, device=None: place_of(tensor) == PINNED
-        yield Tensor, "to", self._to(Tensor.to)
-        yield save_on_cpu, "__init__", lambda hooks, pin_memory=False, **_: self._save(hooks, pin_memory)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let programs put tensors there in the block. Until one does, few of PyTorch's functions are replaced."""
+        self._patch(Tensor, "cpu", self._cpu)
+        self._patch(Tensor, "pin_memory", lambda own: lambda tensor, device=None: self.copy(tensor, PINNED, waits=True))
+        self._patch(Tensor, "is_pinned", lambda own: lambda tensor, device=None: place_of(tensor) == PINNED)
+        self._patch(save_on_cpu, "__init__", lambda own: self._saves_on_cpu)
+        self._patch(torch, "empty", self._made)
+        with self._patches:
+            yield
+
+    def _use(self) -> None:
+        """The program puts a first tensor there."""
+        if self.used:
+            return
+        self.used = True
+        self._patch(Tensor, "to", self._to)
         for owner, names in ((torch, (*_OF_SHAPES, *_LIKE_OTHERS)), (Tensor, _OF_TENSORS)):
             for name in names:
-                yield owner, name, self._made(getattr(owner, name))
+                self._patch(owner, name, self._made)
         own = optimizers._default_to_fused_or_foreach
         for module in (getattr(torch.optim, name) for name in dir(torch.optim)):
             if getattr(module, own.__name__, None) is own:
-                yield module, own.__name__, self._one_by_one(own)
+                self._patch(module, own.__name__, self._one_by_one)
+
+    def _patch(self, owner: Any, name: str, around: Callable[[Any], Callable[..., Any]]) -> None:
+        """Replace a function until the simulation ends; TorchScript goes on to know it."""
+        own = getattr(owner, name)
+        new = around(own)
+        self._patches.enter_context(patch.object(owner, name, new))
+        scripted = _builtins._get_builtin_table()
+        if id(own) in scripted:
+            self._patches.enter_context(patch.dict(scripted, {id(new): scripted[id(own)]}))
 
     def copy(self, tensor: Tensor, place: str, waits: bool) -> Tensor:
         """A copy in that place; the host waits for it, or not."""
-        self.used = True
+        self._use()
         self._copies_to = place, waits
         try:
             return tensor.clone()
@@ -147,7 +169,7 @@ class HostMemory:
             place = PINNED if pin_memory else PAGEABLE if self.used and like is not None and place_of(like) else DEVICE
             if not place:
                 return own(*args, **kwargs)
-            self.used = True
+            self._use()
             with self._allocating_in(place):
                 tensor = own(*args, **kwargs)
             _put(tensor, place)
@@ -166,14 +188,19 @@ class HostMemory:
             self._place = before
             mark(PLACE + before)
 
-    def _save(self, hooks: save_on_cpu, pin_memory: bool) -> None:
-        """As `save_on_cpu`, which asks for a GPU before it pins."""
-        place = PINNED if pin_memory else PAGEABLE
-        saved_tensors_hooks.__init__(
-            hooks,
-            lambda tensor: self.copy(tensor, place, waits=not pin_memory),
-            lambda tensor: self.copy(tensor, DEVICE, waits=not pin_memory),
-        )
+    @property
+    def _saves_on_cpu(self) -> Callable[..., None]:
+        """`save_on_cpu`, which else asks for a GPU before it pins."""
+
+        def init(hooks: save_on_cpu, pin_memory: bool = False, device_type: str = "cuda") -> None:
+            place = PINNED if pin_memory else PAGEABLE
+            saved_tensors_hooks.__init__(
+                hooks,
+                lambda tensor: self.copy(tensor, place, waits=not pin_memory),
+                lambda tensor: self.copy(tensor, DEVICE, waits=not pin_memory),
+            )
+
+        return init
 
     def _one_by_one(self, own: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
         """Optimizers update the host's parameters one by one, where the caller does not say."""

@@ -1,4 +1,5 @@
-"""Shortcuts where PyTorch repeats the same work for each rank of a group or for each result of an operator."""
+"""Shortcuts where PyTorch repeats the same work for each rank of a group or for each result of an operator, and where a
+tensor would be larger than this machine's memory."""
 
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
+
+MOST_OF_A_BUCKET = 2**32
+"""Bytes of a bucket of DDP's first step, in which PyTorch puts all gradients into one."""
 
 
 @contextmanager
@@ -19,6 +24,7 @@ def shortcuts() -> Iterator[None]:
     shorter: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (_fsdp_param, "_chunk_with_empty", lambda own: _Pieces),
         (_sharding_prop, "_propagate_use_strided_shard_flag", _where_strided),
+        (dist, "_compute_bucket_assignment_by_size", _in_several_buckets),
     ]
     with ExitStack() as stack:
         for owner, name, of in shorter:
@@ -41,6 +47,15 @@ class _Pieces(Sequence[Tensor]):
         index = range(self._count)[index]  # IndexError past the last one: a loop ends there
         start, end = index * self._size, min((index + 1) * self._size, self._tensor.size(self._dim))
         return self._tensor.narrow(self._dim, start, end - start) if start < end else self._tensor.new_empty(0)
+
+
+def _in_several_buckets(assign: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP's buckets of the first step. All of them are allocated together, so their bytes are those of one."""
+
+    def assigned(tensors: Sequence[Tensor], limits: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        return assign(tensors, [min(limit, MOST_OF_A_BUCKET) for limit in limits], *args, **kwargs)
+
+    return assigned
 
 
 def _where_strided(propagate: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
