@@ -153,6 +153,21 @@ def test_outputs_of_products_may_be_changed_in_place(
     assert_same_bits(gradients(model, x), gradients(plain, x))
 
 
+def test_a_deep_copy_computes_with_weights_of_its_own(
+    implementation: Implementation, tokens: Tensor, device: str
+) -> None:
+    """As for a moving average or a reference policy; also where the original is gone."""
+    model = implementation.watched(transformer(device))
+    copied, alone = deepcopy(model), deepcopy(implementation.watched(transformer(device)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    expected = gradients(transformer(device), tokens)
+    assert_same_bits(gradients(copied, tokens), expected, "a copy: ")
+    assert_same_bits(gradients(alone, tokens), expected, "a copy whose original is gone: ")
+    assert all(p.grad is None for p in model.parameters()), "the copy's gradients are the original's"
+
+
 class Mixing(nn.Module):
     """Blocks that mix over time, of inputs (time, batch, width) whose memory is in another order, as views need it."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from correctness.checkpointing.models import SIZE, Policy, loss_of
-from correctness.support.contracts import assert_freed_at_once, held_outside_of_tensors
+from correctness.support.contracts import assert_freed_at_once, growth, held_outside_of_tensors
 from impl.attention import eager_attention
 from impl.checkpointing import none
 from impl.checkpointing.contract import claims_to_save
@@ -137,6 +137,23 @@ def test_what_it_saves_is_freed_without_the_collector(implementation: Implementa
 
     assert_freed_at_once(step, device)
     assert_freed_at_once(lambda: loss_of(model, tokens), device)
+
+
+def test_nothing_is_kept_after_backward_by_a_loss_that_the_caller_keeps(
+    implementation: Implementation, device: str
+) -> None:
+    """As one does to log it later: PyTorch frees what is saved when backward has read it."""
+    model = implementation.watched(Transformer(replace(SIZE, vocab=8), context_length=CONTEXT).to(device))
+    tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        losses.append(loss_of(model, tokens))
+        losses[-1].backward()
+        model.zero_grad()
+
+    left = growth(step, device, collect=True)
+    assert left < 1000, f"four losses that are kept after their backward keep {left:,} bytes beside them"
 
 
 def test_nothing_large_is_kept_outside_of_tensors(implementation: Implementation, device: str) -> None:

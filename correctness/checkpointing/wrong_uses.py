@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from correctness.checkpointing.wrong import Forward, recomputed, wrapped
@@ -103,3 +104,32 @@ def not_with_keywords(model: nn.Module) -> nn.Module:
         model,
         lambda forward, block: lambda *args, **kwargs: (forward if kwargs else recomputed(forward))(*args, **kwargs),
     )
+
+
+@defect(cause="memory", caught_by="test_nothing_is_kept_after_backward_by_a_loss_that_the_caller_keeps")
+def inputs_stay_on_the_node(model: nn.Module) -> nn.Module:
+    """deepspeedai/DeepSpeed#1698: what is saved is not cleared after backward, and lives as its node does."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            for each in tree_leaves(output):
+                if isinstance(each, Tensor) and each.grad_fn is not None:
+                    each.grad_fn.metadata["stashed"] = args
+            return output
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="state", caught_by="test_a_deep_copy_computes_with_weights_of_its_own")
+def copies_run_the_original(model: nn.Module) -> nn.Module:
+    """facebookresearch/fairscale#816: the patched forward refers to its block, also once it is copied."""
+    for block in model.blocks._modules.values():
+        block.forward = partial(_checkpointed, type(block).forward, weakref.ref(block))
+    return model
+
+
+def _checkpointed(forward: Forward, block: Any, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(partial(forward, block()), *args, use_reentrant=False, **kwargs)
