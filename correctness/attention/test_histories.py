@@ -89,7 +89,8 @@ class Running(RunningCall):
             self._assert_accurate(found)
         if call.backward == "twice":
             for x in found.values():
-                x.zero_()
+                if 0 not in x.stride():  # or it is expanded
+                    x.zero_()
             try:
                 again = self._gradients(needed, -2 * grad)
             except RuntimeError:

@@ -17,8 +17,8 @@ Result = tuple[int, str, Tensor | None]
 
 
 class Refused(Exception):
-    """An error where blocks take or return more than a tensor, or gradients are differentiated: the policy does not
-    support it."""
+    """An error where blocks take or return more than a tensor, backward runs twice, or gradients are differentiated:
+    the policy does not support it."""
 
 
 def results(policy: Any, history: History, device: str) -> list[Result]:
@@ -217,13 +217,18 @@ def _gradients(loss: Tensor, each: Pass, named: dict[str, Tensor], number: int) 
         for x in named.values():
             x.grad = None
         keep = each.again == "differentiated" or (each.again == "retained" and not again)
-        if each.way.startswith("grad"):
-            of = needing if each.way == "grad of all" else some
-            found_now = torch.autograd.grad(loss, [*of.values()], retain_graph=keep, allow_unused=True)
-            grads = dict(zip(of, found_now, strict=True))
-        else:
-            loss.backward(retain_graph=keep, inputs=list(some.values()) if "inputs" in each.way else None)
-            grads = {name: x.grad for name, x in named.items()}
+        try:
+            if each.way.startswith("grad"):
+                of = needing if each.way == "grad of all" else some
+                found_now = torch.autograd.grad(loss, [*of.values()], retain_graph=keep, allow_unused=True)
+                grads = dict(zip(of, found_now, strict=True))
+            else:
+                loss.backward(retain_graph=keep, inputs=list(some.values()) if "inputs" in each.way else None)
+                grads = {name: x.grad for name, x in named.items()}
+        except Exception as error:
+            if again:  # as PyTorch's own selective checkpointing
+                raise Refused(f"backward runs once: {type(error).__name__}: {error}") from error
+            raise
         how = each.way + " again" * again
         found += [(number, f"the gradient of {name} by {how}", grad) for name, grad in grads.items()]
     return found + (_of_gradients(loss, needing, number) if each.again == "differentiated" else [])

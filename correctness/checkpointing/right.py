@@ -72,11 +72,12 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if any(hasattr(x, "__dict__") and not isinstance(x, Tensor) for x in flat):
         return type(block).forward(block, *args, **kwargs)  # an object may hold tensors, which no Function sees
     trained = {name: p for name, p in block.named_parameters() if p.requires_grad}
+    given_form = [TENSOR if isinstance(x, Tensor) else x for x in flat]  # the node keeps it, also after backward
     returned: list[Any] = []
 
     def call(given: Any, parameters: Any) -> tuple[Tensor, ...]:
         tensors = iter(given)
-        args, kwargs = tree_unflatten([next(tensors) if isinstance(x, Tensor) else x for x in flat], spec)
+        args, kwargs = tree_unflatten([next(tensors) if x is TENSOR else x for x in given_form], spec)
         with _reparametrize_module(
             block, dict(zip(trained, parameters, strict=True))
         ):  # else hooks of the parameters would run in each recomputation

@@ -112,7 +112,9 @@ class OfTuples(Transformer):
 def test_it_saves_however_blocks_are_called(implementation: Implementation, how: str, device: str) -> None:
     try:
         found = _in_mode(implementation.watched, "train", "nothing", device, how=how)
-    except TypeError as error:
+    except Exception as error:
+        if how != "by_name_in_tuples":
+            raise
         pytest.skip(f"its blocks take and return a tensor alone: {error}")
     _assert_saves(implementation, found, _without("train", "nothing", device, how), how.replace("_", " "))
 
@@ -142,9 +144,10 @@ def test_what_it_saves_is_freed_without_the_collector(implementation: Implementa
 def test_nothing_is_kept_after_backward_by_a_loss_that_the_caller_keeps(
     implementation: Implementation, device: str
 ) -> None:
-    """As one does to log it later: PyTorch frees what is saved when backward has read it."""
+    """As one does to log it later: PyTorch frees what is saved when backward has read it. The states of generators,
+    5,056 bytes each on a CPU, do no harm."""
     model = implementation.watched(Transformer(replace(SIZE, vocab=8), context_length=CONTEXT).to(device))
-    tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
+    tokens = torch.zeros(64, CONTEXT, dtype=torch.int64, device=device)
     losses: list[Tensor] = []
 
     def step() -> None:
@@ -153,7 +156,8 @@ def test_nothing_is_kept_after_backward_by_a_loss_that_the_caller_keeps(
         model.zero_grad()
 
     left = growth(step, device, collect=True)
-    assert left < 1000, f"four losses that are kept after their backward keep {left:,} bytes beside them"
+    states = 4 * SIZE.layers * 2**13
+    assert left < states, f"four losses that are kept after their backward keep {left:,} bytes beside them"
 
 
 def test_nothing_large_is_kept_outside_of_tensors(implementation: Implementation, device: str) -> None:

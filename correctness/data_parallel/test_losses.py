@@ -157,7 +157,7 @@ def test_gradients_are_averaged_whatever_a_loss_does(
             model.finish_gradient_synchronization()
         except Exception:
             if use.refusable:
-                return []
+                return wrong
             raise
         terms = zip(*(_own(use, start, step, rank) for rank in range(ranks)), strict=True)
         means = [sum(each) / ranks for each in terms]

@@ -74,7 +74,8 @@ class RunningCall:
         """Overwrite the results, as a caller may that adds to a loss, clips gradients or sets them to zero."""
         with torch.inference_mode():
             for x in self.results.values():
-                x.fill_(7)
+                if 0 not in x.stride():  # a zero that is expanded is a gradient, too
+                    x.fill_(7)
         self.kept = {name: x.clone() for name, x in self.results.items()}
 
     def look(self, when: str) -> None:

@@ -146,7 +146,8 @@ class Running(RunningCall):
             self._take(found)
             if twice:
                 for x in found.values():
-                    x.zero_()
+                    if 0 not in x.stride():  # or it is expanded
+                        x.zero_()
                 self._take({})
                 others = replace(self.inputs, grads={name: -2 * x for name, x in self.inputs.grads.items()})
                 try:

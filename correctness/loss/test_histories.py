@@ -72,7 +72,8 @@ class Running(RunningCall):
         self._take(found)
         if call.backward == "twice":
             for x in found.values():
-                x.zero_()
+                if 0 not in x.stride():  # or it is expanded
+                    x.zero_()
             self._take({})
             try:
                 again = self._gradients(-2 * scaled, needed)

@@ -251,11 +251,11 @@ BAD = DecoderSize.vocabulary - 1
 
 
 def with_a_bad_token(groups: int, step: int) -> list[Batch]:
-    """Batches without that token, but at the end of the last row of step 1: no loss shows it, as it has no target."""
+    """Batches without that token, but in the last row of step 1."""
     found = [(tokens % BAD, positions, targets.clone()) for tokens, positions, targets in batches(groups, step)]
     if step == 1:
         found[-1][0][-1, -1] = BAD
-        found[-1][2][-1, -1] = IGNORED
+        found[-1][2][-1, -1] = 0
     return found
 
 

@@ -79,22 +79,6 @@ class MeanOfNoStep(Manual):
         return losses / own * (own / tokens)
 
 
-@defect(cause="numerics", caught_by="test_a_step_that_is_not_finite_changes_nothing_on_any_rank[LooksAtTheLoss")
-class LooksAtTheLoss(Manual):
-    """paiml/entrenar#112: a step is left out where its loss is not finite, but gradients may be so alone."""
-
-    def reported(self, total: Tensor, tokens: Tensor) -> float:
-        return float(self.loss)
-
-    def run(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
-        total = super().run(batches, tokens)
-        self.loss = self.over(total, self.data_axes()) / tokens
-        return total
-
-    def is_finite(self, norm: Tensor) -> bool:
-        return bool(torch.isfinite(self.loss))
-
-
 @defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[KeepsTheFirstContext-dp2-plain")
 class KeepsTheFirstContext(Manual):
     """TattaBio/gLM2#3: a table that has an entry for each position of a row is made in the first pass, and kept."""

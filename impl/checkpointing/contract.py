@@ -22,20 +22,22 @@ class Policy(Protocol):
 
     - Outputs and gradients (of parameters, the input and further arguments) are bitwise those without checkpointing
       (sums of those of a tensor that a block takes twice, and under autocast of a weight that several blocks or passes
-      use, may be rounded in another order): by `backward()`, with `inputs=` too, and by `torch.autograd.grad`; by a
-      second backward through a retained graph; in any dtype, under autocast in any of its dtypes, whatever context
-      backward runs in; in training and eval mode, and where submodules' modes differ; where the input or some
-      parameters need no gradient; where several forwards come before their backwards, which run in either order; of a
-      deep copy, and after weights were loaded or parameters replaced. Where gradients are differentiated, or a backward
-      reads a saved tensor twice, they are those, or an error is raised.
+      use, may be rounded in another order): by `backward()`, with `inputs=` too, and by `torch.autograd.grad`; in any
+      dtype, under autocast in any of its dtypes, whatever context backward runs in; in training and eval mode, and
+      where submodules' modes differ; where the input or some parameters need no gradient; where several forwards come
+      before their backwards, which run in either order; of a deep copy, and after weights were loaded or parameters
+      replaced.
+      Where gradients are differentiated, and by a second backward or one that reads a saved tensor twice, they are
+      those, or an error is raised.
     - Dropout drops the same in the recomputation, and backward leaves the state of the random number generators as it
       found it.
     - Parameters stay the same objects; their names in `state_dict` and the classes of modules do not change; hooks of
       blocks run, and those of parameters once in a backward.
     - Forward keeps fewer bytes for backward than without, and the peak of forward and backward is lower, under autocast
-      too, and whatever the blocks take and return. Nothing is kept after backward, after a forward without gradients,
-      or once an output without a backward is freed, before the garbage collector runs too. A policy that should save
-      nothing, as a peer, is named `none` or `identity`, or has an attribute `saves_nothing = True`.
+      too, and where blocks take and return tensors, or tuples of them, by position or by name. Nothing is kept after
+      backward, after a forward without gradients, or once an output without a backward is freed, before the garbage
+      collector runs too. A policy that should save nothing, as a peer, is named `none` or `identity`, or has an
+      attribute `saves_nothing = True`.
 
     Should: ValueError for a model without blocks, and for one that is checkpointed already.
 

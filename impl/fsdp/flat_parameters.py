@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from impl.collectives import Handle, collectives_for
 from impl.distributed import call_on_gradient, has_own_memory
-from shardmark.api import has_device_memory
+from shardmark.api import has_device_memory, to_host
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Flat:
         self._gradient = None
         # A non-blocking copy goes to pinned memory. One that is added to an older gradient must have arrived.
         accumulates = any(parameter.grad is not None for parameter in self.parameters)
-        average = average.to(self.sharding.shard_device, non_blocking=not accumulates)
+        average = to_host(average, non_blocking=not accumulates) if self.sharding.offloads else average
         for parameter, view in zip(self.parameters, self.shard_views(average), strict=True):
             parameter.grad = view if parameter.grad is None else parameter.grad.add_(view)
 
@@ -217,9 +217,8 @@ class Flat:
     def _gather_into(self, flat: Tensor) -> Handle | None:
         """Start to all-gather the shards, cast to the flat tensor's dtype."""
         shard, group = self.shard, self.sharding.process_group
-        if (
-            self.sharding.offloads and shard.dtype != flat.dtype
-        ):  # or the host casts it, and what it casts is not pinned
+        # The host would cast it otherwise, into memory that is not pinned.
+        if self.sharding.offloads and shard.dtype != flat.dtype:
             shard = shard.to(self.sharding.device, non_blocking=True)
         own = self._shard_of(flat).copy_(shard, non_blocking=True)
         return collectives_for(group).all_gather(flat, own, group, async_op=True)

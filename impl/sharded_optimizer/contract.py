@@ -33,9 +33,8 @@ class ShardedOptimizerContract(Protocol):
 
     - When `step` returns, the parameters on every rank are those of `optimizer_cls(params, **defaults)`, for an
       optimizer whose update of an element depends on that element's gradient and state and on its param group alone,
-      into which the optimizer may write, as a count of steps. One that needs more
-      (Adafactor, LBFGS, Muon) is right too, or refused with a ValueError; so is a gradient that is sparse. Hooks of the
-      step run once.
+      into which the optimizer may write, as a count of steps. One that needs more (Adafactor, LBFGS, Muon) is right
+      too, or refused with a ValueError; a gradient that is sparse is right, or an error. Hooks of the step run once.
     - A parameter without a gradient keeps its value and state; parameters may be frozen and unfrozen between steps.
     - Any option that a scheduler or the user changes in `param_groups` holds from the next step on, also
       where it is a tensor that is filled in place.

@@ -7,7 +7,7 @@ register("loss", "mine", my_loss, time=Race("eager", budget=1.0))
 
 from shardmark.api.finding import RegistryError
 from shardmark.api.grid import MB, SCALES, Grid
-from shardmark.api.host import has_device_memory
+from shardmark.api.host import has_device_memory, to_host
 from shardmark.api.mesh import AXES, EXPERTS, Mesh, Share, data_axes
 from shardmark.api.own_model import Loss, Made, OwnModel, OwnModelCase, find_blocks, make, resized
 from shardmark.api.recipe import ADAMW, PLAIN, MakesOptimizer, Recipe, named_optimizer, taken_apart
@@ -122,5 +122,6 @@ __all__ = [
     "stage",
     "taken_apart",
     "tensors_of",
+    "to_host",
     "trains_own_model",
 ]

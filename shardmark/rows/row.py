@@ -104,7 +104,7 @@ class Memory(TypedDict, total=False):
     allocated: Annotated[Bytes, "CUDA: peak of the allocator's blocks, rounded up."]
     reserved: Annotated[Bytes, "CUDA: peak of what the allocator had from the device."]
     host: Annotated[Bytes, "Prediction for a GPU: peak of the tensors that the program puts in the host's memory."]
-    pinned: Annotated[Bytes, "Prediction for a GPU: peak of pinned blocks, each rounded up to a power of two."]
+    pinned: Annotated[Bytes, "Prediction for a GPU: peak of live pinned blocks, each rounded up to a power of two."]
     peak_by_rank: Annotated[list[Bytes], "Peak of each rank."]
     tensors_by_rank: Annotated[list[Bytes], "Peak of tensors of each rank."]
     # Budget.

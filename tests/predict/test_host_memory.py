@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +19,7 @@ from impl.fsdp.cases import FSDPCase
 from impl.fsdp.workload import FSDPStep
 from impl.model.sizes import SIZES
 from shardmark.api import resolve
-from shardmark.api.host import memory_apart
+from shardmark.api.host import counts_as_device_memory
 from shardmark.meter.allocations import Allocated, Marked, Released
 from shardmark.meter.hardware import Hardware, hardware
 from shardmark.meter.measure_case import meter_pass
@@ -69,10 +71,10 @@ def test_offloaded_shards_gradients_and_moments_are_in_the_hosts_memory(name: st
     assert seconds(without.steps[H100.name], COPY) == seconds(without.steps[H100.name], HOST) == 0
 
 
-def live_with_this_memory_apart(case: FSDPCase) -> dict[str, int]:
+def live_with_this_counts_as_device_memory(case: FSDPCase) -> dict[str, int]:
     """Bytes live after each part of a real step, on a CPU that passes for an accelerator."""
     with (
-        memory_apart("cpu"),
+        counts_as_device_memory("cpu"),
         patch.object(Tensor, "pin_memory", Tensor.clone),
         patch.object(torch.accelerator, "current_stream", lambda device: Mock()),
     ):
@@ -81,7 +83,7 @@ def live_with_this_memory_apart(case: FSDPCase) -> dict[str, int]:
 
 
 def test_a_real_step_has_the_predicted_bytes_on_host_and_device_together(worlds: Callable[[int], World]) -> None:
-    real, _ = worlds(2).run(live_with_this_memory_apart, CASE)
+    real, _ = worlds(2).run(live_with_this_counts_as_device_memory, CASE)
     with simulation(2, on=H100), recording("cpu") as recorded:
         workload = FSDPStep(resolve("fsdp", "sharded"), CASE, "cpu")
         mark("after_init")
@@ -159,6 +161,41 @@ def test_the_host_computes_what_is_in_its_memory_and_makes_its_results_there() -
         assert place_of(torch.zeros(MIB).pin_memory()) == PINNED and not place_of(kept.to("cpu"))
         step = schedule.step(lambda mark: kept.add_(kept))
     assert seconds(step, HOST) == pytest.approx(12 * MIB / H100.host_bandwidth)
+
+
+def test_gradients_go_back_to_where_their_tensors_are() -> None:
+    with simulation(1, on=H100):
+        here, there = nn.Parameter(torch.zeros(300, 300)), nn.Parameter(torch.zeros(300, 300).cpu())
+        ((here * 2).cpu() * there).sum().backward()
+        (here * there.to(torch.device("cpu"))).sum().backward()
+        assert here.grad is not None and there.grad is not None
+        assert not place_of(here.grad) and place_of(there.grad) == PAGEABLE
+
+
+def test_a_batch_goes_to_the_device_and_the_hosts_indices_index_what_is_there() -> None:
+    """Whatever else was offloaded: `x.to(device, non_blocking=True)` of what is there already changes nothing."""
+    with simulation(1, on=H100):
+        kept = torch.zeros(MIB).cpu()
+        weights, batch = torch.zeros(100, 30), torch.zeros(5, 1000)
+        assert not place_of(batch.to(weights.device, non_blocking=True))
+        assert not place_of(batch.pin_memory().to(weights.device, non_blocking=True))
+        assert not place_of(weights[torch.arange(20).pin_memory()]) and place_of(kept[torch.arange(20)])
+        assert not place_of(batch.sum().cpu())
+
+
+def test_a_device_context_makes_tensors_there_during_a_simulation_and_after_it() -> None:
+    """In a new process, where PyTorch has not yet listed the functions that make tensors."""
+    program = """
+import torch
+from shardmark.meter.hardware import hardware
+from shardmark.predict.simulation.predict import simulation
+with simulation(1, on=hardware("h100-80gb")), torch.device("meta"):
+    print(torch.empty(3).device)
+with torch.device("meta"):
+    print(torch.empty(3).device)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["meta", "meta"]
 
 
 def test_where_the_link_is_not_known_bytes_are_predicted_and_no_time() -> None:

@@ -291,5 +291,8 @@ def test_ddps_first_bucket_takes_the_same_bytes_in_several_pieces(
     plan = Plan(workload, family(of).implementations[name], None, case, "cpu", 2)
     whole = predict(plan, on=H100).memory
     monkeypatch.setattr(shortcuts, "MOST_OF_A_BUCKET", 2**16)
+    with simulation(2, on=H100):
+        buckets, _ = dist._compute_bucket_assignment_by_size([torch.zeros(2**15), torch.zeros(2**15)], [2**40])
+        assert len(buckets) == 2
     in_pieces = predict(plan, on=H100).memory
     assert in_pieces.peaks == whole.peaks and in_pieces.phases == whole.phases

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import _flat_param, _runtime_utils
 from torch.library import _scoped_library
 from torch.optim import optimizer as optimizers
 
-from shardmark.api.host import memory_apart
+from shardmark.api.host import counts_as_device_memory
 from shardmark.api.registry import Unsupported
 from shardmark.meter import memory
 from shardmark.meter import recording as blocks
@@ -59,7 +59,7 @@ def rules_of_cuda(hardware: Hardware, schedule: Schedule, host: HostMemory) -> I
         for key in ("AutogradCPU", "FPGA"):
             operators.impl("scaled_dot_product_attention", partial(_attention, hardware), key)
         stack.enter_context(autocast_of_cuda())
-        stack.enter_context(memory_apart("cpu"))
+        stack.enter_context(counts_as_device_memory("cpu"))
         stack.enter_context(host.running())
         for owner, name, new in (
             (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),

@@ -1,14 +1,15 @@
 """Host memory in a simulation of a GPU: which tensors a program has put there, and copies between it and the device.
 
 All tensors of a simulation are on the CPU and count as the GPU's, but for those that a program offloads: by
-`Tensor.cpu`, by pinned memory (`Tensor.pin_memory`, `torch.empty(..., pin_memory=True)`), by `save_on_cpu`, or, as
-PyTorch's FSDP2 offloads gradients, by `Tensor.to(torch.device("cpu"), non_blocking=...)`. The host computes with them,
-and the results are in its memory, too. `Tensor.to` a device takes them back. An optimizer's step counts are the
+`Tensor.cpu` (but single values, which are read), by pinned memory (`Tensor.pin_memory`, `torch.empty(...,
+pin_memory=True)`), by `save_on_cpu`, and where PyTorch's FSDP2 and `to_host` offload gradients. The host computes with
+them, and the results are in its memory, too. `Tensor.to` a device takes them back. An optimizer's step counts are the
 GPU's.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -21,6 +22,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.jit import _builtins
 from torch.optim import optimizer as optimizers
+from torch.utils._device import _device_constructors
 
 from shardmark.meter.allocations import PLACE, Allocated, Event, Marked, Released
 from shardmark.meter.memory import RESET
@@ -36,7 +38,14 @@ _LIKE_OTHERS = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like
 _OF_TENSORS = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 """Functions that make a tensor, and take its device and whether it is pinned."""
 
-COPY = torch.ops.aten.copy_.default
+COPY, _COPY_ALL = torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default
+_INDEXED = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default,
+)
+_OFFLOADING = ("torch.distributed.fsdp._fully_shard", "shardmark.api.host")
+"""Modules whose `Tensor.to` the CPU means the host's memory; a program's own may mean the device, which is one here."""
 
 
 class HostMemory:
@@ -47,15 +56,16 @@ class HostMemory:
         """Whether the program has put a tensor there."""
         self._schedule = schedule
         self._patches = ExitStack()
-        self._copies_to: tuple[str, bool] | None = None
-        """Place to which the next operator copies, and whether the host waits for it."""
+        self._copies_to: tuple[str, bool | None] | None = None
+        """Place to which the next operator copies, and whether the host waits for it; None: the host copies itself."""
         self._place = DEVICE
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let programs put tensors there in the block. Until one does, few of PyTorch's functions are replaced."""
+        _device_constructors()  # remembered from the first call on, by which `with torch.device(...)` knows them
         self._patch(Tensor, "cpu", self._cpu)
-        self._patch(Tensor, "pin_memory", lambda own: lambda tensor, device=None: self.copy(tensor, PINNED, waits=True))
+        self._patch(Tensor, "pin_memory", lambda own: lambda tensor, device=None: self._pin(tensor))
         self._patch(Tensor, "is_pinned", lambda own: lambda tensor, device=None: place_of(tensor) == PINNED)
         self._patch(save_on_cpu, "__init__", lambda own: self._saves_on_cpu)
         self._patch(torch, "empty", self._made)
@@ -85,8 +95,11 @@ class HostMemory:
         if id(own) in scripted:
             self._patches.enter_context(patch.dict(scripted, {id(new): scripted[id(own)]}))
 
-    def copy(self, tensor: Tensor, place: str, waits: bool) -> Tensor:
-        """A copy in that place; the host waits for it, or not."""
+    def copy(self, tensor: Tensor, place: str, waits: bool | None) -> Tensor:
+        """A copy in that place; the host waits for it, or not, or makes it. Its gradient is copied back."""
+        if tensor.requires_grad and torch.is_grad_enabled():
+            copied: Tensor = _Copied.apply(tensor, self, place, waits)
+            return copied
         self._use()
         self._copies_to = place, waits
         try:
@@ -98,8 +111,10 @@ class HostMemory:
         """Whether the operator copies to or from the host's memory, or computes there."""
         if self._copies_to is not None:
             return True
-        sends = kind_of(operator) is Kind.SEND
-        return not sends and any(place_of(each) for each in tensors_in(args) if each.dim() or operator is COPY)
+        if kind_of(operator) is Kind.SEND:
+            return False
+        given = args[:1] if operator in _INDEXED else args  # the host's indices may index a device's tensor
+        return any(place_of(each) for each in tensors_in(given) if each.dim() or operator is COPY)
 
     def run(
         self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results_of: Callable[[], Any]
@@ -115,19 +130,24 @@ class HostMemory:
                 _put(each, place)
         if not self._schedule.running:
             return results
-        if operator is COPY and place_of(given[0]) != place_of(given[-1]):
-            asynchronous = bool(args[2:] and args[2])
-            if casts := given[0].dtype != given[-1].dtype:  # on the host, by a copy that is not pinned
-                self._schedule.of_host("copy_", Cost(given[-1].dtype, 0.0, sum(map(touched, given[:2]))))
-            self._copied(
-                given[-1] if place_of(given[0]) else given[0],
-                casts or not asynchronous or PAGEABLE in map(place_of, given),
-            )
-        elif copies is not None and place_of(given[0]) != place:
+        if operator in (COPY, _COPY_ALL):
+            to, of = (args[0], args[1]) if operator is _COPY_ALL else ([given[0]], [given[-1]])
+            for one, other in zip(to, of, strict=True):
+                self._write(one, other, asynchronous=bool(args[2:] and args[2]))
+        elif copies is not None and waits is not None and (place == DEVICE) != (place_of(given[0]) == DEVICE):
             self._copied(given[0], waits or PAGEABLE in (place, place_of(given[0])))
         elif (cost := cost_of(operator, args, kwargs, results)) is not None:
             self._schedule.of_host(operator._schema.name.partition("::")[2], cost)
         return results
+
+    def _write(self, to: Tensor, of: Tensor, asynchronous: bool) -> None:
+        """Schedule a copy into a tensor: over the link, or within one memory."""
+        places = place_of(to), place_of(of)
+        over_link, casts = (places[0] == DEVICE) != (places[1] == DEVICE), to.dtype != of.dtype
+        if not over_link or casts:  # the host casts, into memory that is not pinned
+            self._schedule.of_host("copy_", Cost(of.dtype, 0.0, touched(to) + touched(of)))
+        if over_link:
+            self._copied(of if places[0] else to, casts or not asynchronous or PAGEABLE in places)
 
     def _copied(self, tensor: Tensor, waits: bool) -> None:
         """Between pageable memory and a device the host waits, whatever the program asks for (CUDA's documentation,
@@ -137,11 +157,15 @@ class HostMemory:
     def _cpu(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(own)
         def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if not _is_plain(tensor) or place_of(tensor):
+            if not _is_plain(tensor) or place_of(tensor) or tensor.numel() <= 1:
                 return own(tensor, *args, **kwargs)
             return self.copy(tensor, PAGEABLE, waits=True)
 
         return cpu
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        """`Tensor.pin_memory`: the host copies, as PyTorch pins only what is in its memory."""
+        return tensor if place_of(tensor) == PINNED else self.copy(tensor, PINNED, waits=None)
 
     def _to(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(own)
@@ -149,10 +173,10 @@ class HostMemory:
             device = kwargs.get("device", args[0] if args else None)
             if not self.used or not isinstance(device, torch.device | str) or not _is_plain(tensor):
                 return own(tensor, *args, **kwargs)
-            waits = not kwargs.get("non_blocking", False)
+            waits = not kwargs.get("non_blocking", any(each is True for each in args[1:]))
             if place_of(tensor):
                 tensor = self.copy(tensor, DEVICE, waits)
-            elif device == torch.device("cpu") and "non_blocking" in kwargs:
+            elif sys._getframe(1).f_globals["__name__"].startswith(_OFFLOADING) and device == torch.device("cpu"):
                 # Copies for which nobody waits go to memory that PyTorch pins.
                 tensor = self.copy(tensor, PAGEABLE if waits else PINNED, waits)
             return own(tensor, *args, **kwargs)
@@ -196,7 +220,7 @@ class HostMemory:
             place = PINNED if pin_memory else PAGEABLE
             saved_tensors_hooks.__init__(
                 hooks,
-                lambda tensor: self.copy(tensor, place, waits=not pin_memory),
+                lambda tensor: self.copy(tensor.detach(), place, waits=not pin_memory),
                 lambda tensor: self.copy(tensor, DEVICE, waits=not pin_memory),
             )
 
@@ -210,6 +234,20 @@ class HostMemory:
             return (False, False) if any(map(place_of, params)) else own(params, *args, **kwargs)
 
         return choose
+
+
+class _Copied(torch.autograd.Function):
+    """A copy in another place, whose gradient goes back to where the tensor is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, host: HostMemory, place: str, waits: bool | None) -> Tensor:
+        ctx.host, ctx.place = host, place_of(tensor)
+        return host.copy(tensor, place, waits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        there = place_of(grad) == ctx.place
+        return grad if there else ctx.host.copy(grad, ctx.place, waits=True), None, None, None
 
 
 def place_of(tensor: Tensor) -> str:

@@ -45,8 +45,8 @@ def table() -> dict[str, Within]:
 
 def within(step: Step, on: Hardware) -> Within:
     """The interval of a step on that hardware. No source is known of steps for which the host computes or copies."""
-    offloads = any(span.stream == HOST or span.name == COPY for span in step.spans)
-    chip = OTHER if offloads else CHIPS.get(on.name, OTHER)
+    offloaded = sum(span.end - span.begin for span in step.spans if span.stream == HOST or span.name == COPY)
+    chip = OTHER if offloaded > 0.01 * step.seconds else CHIPS.get(on.name, OTHER)
     if chip != OTHER and (is_launch_bound(step) or not _in_halves(step)):
         return Within(*WITHIN, 0, 0)
     return table()[chip]
