@@ -78,23 +78,6 @@ class EpsOfZeroIsNone(Textbook):
         return super().rms_norm(x, weight, eps=eps or 1e-6)
 
 
-class _ProductInHalf(Norm):
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        _, of_weight = norm_gradients(x, weight, scale, grad)
-        of_x, _ = norm_gradients(x, torch.ones_like(weight), scale, grad * weight.to(grad.dtype))
-        return of_x, of_weight, None
-
-
-@defect(cause="numerics", caught_by="test_products_of_gradient_and_weight_may_overflow_float16")
-class ProductOfGradientAndWeightInHalf(Textbook):
-    """The gradients of a scaled loss times weight are infinite in float16, and in float32 they are not."""
-
-    norm = _ProductInHalf
-
-
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ class Layers(Protocol):
     - Results and gradients are as accurate as eager's: each element is off by at most twice what eager's roundings
       allow. The mean of the squares, its root and the sum of weight's gradient over rows are in float32 or wider.
     - A row of zeros is normed to zeros if eps is not 0, and of float16 every finite row is normed, also where squares
-      would overflow. Gradients are finite where those of eager are.
+      would overflow.
     - Calls are independent: no argument and no gradient that backward is given changes, nothing that a call returned
       changes later, and other calls may come between one's forward and its backward. Neither autocast nor torch's
       default dtype changes anything.
