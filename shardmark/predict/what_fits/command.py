@@ -106,7 +106,7 @@ def _implementations(own: Sequence[str]) -> list[Implementation]:
     return list(dict.fromkeys(found))
 
 
-def _strategies(implementations: Sequence[Implementation], model: ModelFacts, offload: bool) -> list[Strategy]:
+def _strategies(implementations: Sequence[Implementation], model: ModelFacts, offload: bool = False) -> list[Strategy]:
     """Each implementation as it is, with checkpointing where the model has blocks, with products in bfloat16 where they
     are in float32, with both, and each of these with shards in the host's memory where it has that option."""
     can_be = model.has_blocks and not model.case.checkpoints

@@ -90,12 +90,12 @@ class Prediction:
     """Bytes live before a steady-state step: neither a smaller batch nor checkpointing makes them fewer."""
     made: int
     """Peak bytes reserved on the device until the model is made and sharded."""
+    steps: dict[str, StepTime] = field(default_factory=dict)
+    """A step's time, by hardware."""
     host: int = 0
     """Peak bytes of tensors that are offloaded to the host's memory."""
     pinned: int = 0
     """Peak bytes of pinned blocks there, as PyTorch rounds them up."""
-    steps: dict[str, StepTime] = field(default_factory=dict)
-    """A step's time, by hardware."""
 
 
 @dataclass(frozen=True)
