@@ -62,7 +62,7 @@ class Recording:
     def replay(self) -> list[Event]:
         """Every allocation, release and mark on the device, in order; none of blocks that the program has put in the
         host's memory."""
-        return [event for event in self.replay_all() if isinstance(event, Marked) or not event.block.place]
+        return of_device(self.replay_all())
 
     def replay_all(self) -> list[Event]:
         """As `replay`, with the blocks in the host's memory."""
@@ -71,6 +71,11 @@ class Recording:
         requested = {address: deque(sizes) for address, sizes in self.requested.items()}
         with no_gc():  # a collection would walk all events, again and again
             return replayed(roots, self.device, requested, self.modules, self.given_back)
+
+
+def of_device(events: list[Event]) -> list[Event]:
+    """The events without those of blocks in the host's memory."""
+    return [event for event in events if isinstance(event, Marked) or not event.block.place]
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardmark.api.registry import Implementation
 from shardmark.predict.simulation.gathers import gathers
-from shardmark.predict.simulation.schedule import COPY, HOST, Step
+from shardmark.predict.simulation.schedule import Step
 from shardmark.predict.simulation.within import Within
 from shardmark.rows.fill import NO_RACE, without_communication
 from shardmark.rows.row import Time
@@ -32,12 +32,8 @@ def predicted_time_entry(
     }
     if found := gathers(step):
         entry["gathers"] = found
-    for name, spans in {
-        "copies": [span for span in step.spans if span.name == COPY],
-        "on_host": [span for span in step.spans if span.stream == HOST],
-    }.items():
-        if spans:
-            entry[name] = sum(span.end - span.begin for span in spans)  # type: ignore[literal-required]  # both are
+    if step.copies or step.on_host:
+        entry |= {"copies": step.copies, "on_host": step.on_host}
     if peer is not None and peer_step is not None:
         ratio = step.seconds / peer_step.seconds
         entry |= {"peer": peer.name, "peer_median": peer_step.seconds, "ratio": ratio}

@@ -195,8 +195,9 @@ class _Meter(memory.Meter):
         self._limit = limit
 
     def read(self) -> None:
-        super().read()
-        self.host, self.pinned = peaks(self._recorded.replay_all())
+        events = self._recorded.replay_all()
+        self.follow(blocks.of_device(events))
+        self.host, self.pinned = peaks(events)
 
     def follow(self, events: list[Event]) -> None:
         super().follow(events)

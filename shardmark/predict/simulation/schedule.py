@@ -112,6 +112,16 @@ class Step:
         least = sum(span.least for span in products)
         return sum(span.cost.flops for span in products if span.cost is not None) / least if least else 0.0
 
+    @property
+    def copies(self) -> float:
+        """Seconds of the copies between the host's memory and the device's, one after another."""
+        return sum(span.end - span.begin for span in self.spans if span.name == COPY)
+
+    @property
+    def on_host(self) -> float:
+        """Seconds of the operators that the host computes itself."""
+        return sum(span.end - span.begin for span in self.spans if span.stream == HOST)
+
     def lanes(self, most: int = 200) -> dict[str, list[list[float]]]:
         """Busy times of each stream; neighbours are joined until at most `most` remain."""
         lanes: dict[str, list[list[float]]] = {}

@@ -16,7 +16,7 @@ import torch
 
 from shardmark.meter.hardware import Hardware
 from shardmark.predict.simulation.rates import WITHIN
-from shardmark.predict.simulation.schedule import COPY, HOST, Step
+from shardmark.predict.simulation.schedule import Step
 
 TABLE = Path(__file__).with_name("within.toml")
 OTHER = "other"
@@ -45,8 +45,7 @@ def table() -> dict[str, Within]:
 
 def within(step: Step, on: Hardware) -> Within:
     """The interval of a step on that hardware. No source is known of steps for which the host computes or copies."""
-    offloaded = sum(span.end - span.begin for span in step.spans if span.stream == HOST or span.name == COPY)
-    chip = OTHER if offloaded > 0.01 * step.seconds else CHIPS.get(on.name, OTHER)
+    chip = OTHER if step.copies + step.on_host > 0.01 * step.seconds else CHIPS.get(on.name, OTHER)
     if chip != OTHER and (is_launch_bound(step) or not _in_halves(step)):
         return Within(*WITHIN, 0, 0)
     return table()[chip]
