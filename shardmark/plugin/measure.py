@@ -6,8 +6,8 @@ import math
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 
@@ -27,7 +27,7 @@ from shardmark.predict.entry import predicted_time_entry
 from shardmark.predict.worlds import SimulatedWorlds
 from shardmark.ranks.deadline import within
 from shardmark.ranks.world import World
-from shardmark.rows.fill import memory_entry, new_row
+from shardmark.rows.fill import memory_entry, new_row, part_of
 from shardmark.rows.observers import Observer, Profile
 from shardmark.rows.row import Memory as MemoryPart
 from shardmark.rows.row import Row
@@ -187,7 +187,7 @@ class Measure(Admission):
             "simulated": True,
             "hardware": on.name,
             "memory": {**memory_entry(ranks, memory), **of_cuda},
-            "work": cast(WorkPart, asdict(work)),
+            "work": part_of(WorkPart, work),
             "time": {"ratio": None},
         }
         stats = None

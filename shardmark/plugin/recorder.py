@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,6 +32,7 @@ from shardmark.rows.fill import (
     limit_entry,
     memory_entry,
     new_row,
+    part_of,
     step_seconds,
     time_entry,
 )
@@ -112,7 +113,7 @@ class Recorder:
         row["time"], ratio = time_entry(ranks, time, confidence, ratios)
         row["time"]["pace"] = pace
         if work is not None:
-            row["work"] = cast(WorkPart, asdict(work) | rates(median(seconds)))
+            row["work"] = cast(WorkPart, {**part_of(WorkPart, work), **rates(median(seconds))})
         with session.ending.held():  # pytest-benchmark has its entry once they are replayed
             stats = self._replay(seconds)
         verdicts: list[tuple[str, str]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from statistics import fmean, median
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from shardmark.api.registry import Race
 from shardmark.api.work import Work
@@ -18,11 +18,18 @@ from shardmark.rows.row import Memory as MemoryPart
 from shardmark.verdict.betting import SHOWN_CONFIDENCE, Interval, interval, paired_ratios
 from shardmark.verdict.budget import WORTH, MemoryBudget
 
+Part = TypeVar("Part")
+
 NO_RACE: Time = {"peer": None, "ratio": None, "interval": None, "budget": None, "goal": None, "outcome": None}
 """Part of a row's `time` where there is no peer."""
 
 PARTS = {"operators_by_name": "operators", "bytecodes_by_function": "bytecodes"}
 """Counters that are dicts, with the counter whose number they add up to."""
+
+
+def part_of(kind: type[Part], value: Any) -> Part:
+    """Those fields of the dataclass `value` that `kind`, a part of a row, has; others stay out of the file."""
+    return cast(Part, {name: held for name, held in asdict(value).items() if name in kind.__annotations__})
 
 
 def new_row(identity: Identity, scale: str, link: str | None) -> Row:
@@ -89,9 +96,7 @@ def budget_entry(budget: MemoryBudget | None) -> MemoryPart:
     """The part of the row's "memory" that is known before anything is measured."""
     if budget is None:
         return {}
-    entry = asdict(budget) | {"budget": budget.bytes}
-    del entry["alike"]  # a fact of the family, and no figure of the row
-    return cast(MemoryPart, entry)
+    return {**part_of(MemoryPart, budget), "budget": budget.bytes}
 
 
 def time_entry(
@@ -139,7 +144,7 @@ def time_entry(
 def gpus_entry(ranks: Sequence[Measured]) -> list[Gpu]:
     """Each rank's GPU; empty unless NVML knows all of them."""
     figures = [rank.gpu for rank in ranks if rank.gpu is not None]
-    return [cast(Gpu, asdict(each)) for each in figures] if len(figures) == len(ranks) else []
+    return [part_of(Gpu, each) for each in figures] if len(figures) == len(ranks) else []
 
 
 def throttled(ranks: Sequence[Measured]) -> dict[str, float]:
@@ -173,7 +178,8 @@ def counters_entry(ranks: Sequence[Measured]) -> Counters:
 def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) -> Limit:
     """The roofline's seconds for this work on `devices` devices, their fraction of the step's `seconds`, and MFU."""
     limit = roofline.seconds(work) / devices
-    entry = cast(Limit, {"seconds": limit, "fraction": limit / seconds if seconds else None, **asdict(roofline)})
+    share = limit / seconds if seconds else None
+    entry: Limit = {"seconds": limit, "fraction": share, **part_of(Limit, roofline)}
     if work.model_flops and seconds:
         entry["mfu"] = work.model_flops / (seconds * devices * roofline.peak_flops_per_second)
     return entry

@@ -8,7 +8,10 @@ import sys
 import pytest
 
 from correctness.support.paths import ROOT
+from shardmark.meter.allocations import Block as MeteredBlock
 from shardmark.rows.__main__ import DOCS, SCHEMA_FILE, docs_text, fields_of, schema_text
+from shardmark.rows.fill import part_of
+from shardmark.rows.row import Block
 from tests.support.project import make_project, run_project
 
 pytest_plugins = ["pytester"]
@@ -21,6 +24,12 @@ def test_the_schema_and_the_page_are_those_that_are_generated() -> None:
     for path, text in ((SCHEMA_FILE, schema_text(fields)), (DOCS, docs_text(fields))):
         differs = f"{path.relative_to(ROOT)} differs from what is generated: run {' '.join(COMMAND)}"
         assert path.read_text(encoding="utf-8") == text, differs
+
+
+def test_a_part_of_a_row_has_the_fields_of_its_type_alone() -> None:
+    metered = MeteredBlock(8, 4096, "block", "mm", "gradients", place="pinned")
+    expected = {"nbytes": 8, "address": 4096, "module": "block", "operator": "mm", "kind": "gradients"}
+    assert part_of(Block, metered) == {**expected, "line": "", "workspace": ""}
 
 
 OBSERVED = """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -15,6 +14,7 @@ from shardmark.meter.memory import release
 from shardmark.meter.plan import Measured, Plan
 from shardmark.meter.trace import module_ranges, modules_of
 from shardmark.rows.columns import Column, Entry
+from shardmark.rows.fill import part_of
 from shardmark.rows.observers.fits import fit_polynomial
 from shardmark.rows.observers.observer import Observer
 from shardmark.rows.row import Block, Row, Stage
@@ -106,7 +106,7 @@ def timeline_entry(found: timeline.Timeline, expected: Mapping[tuple[str, str], 
             for where in {**kept, **expected}
             for module, operator in [where]
         ],
-        "largest": [cast(Block, asdict(block)) for block in found.largest],
+        "largest": [part_of(Block, block) for block in found.largest],
     }
 
 
@@ -148,8 +148,10 @@ class Stages(Observer):
         if not ranks[0].memory.stages:
             raise TypeError(f"Stages: {row['implementation']} was made without a call of shardmark.api.stage")
         row["memory"]["stages"] = {
-            name: cast(Stage, asdict(max((rank.memory.stages[name] for rank in ranks), key=lambda stage: stage.live)))
-            | {"formula": self.formulas.get(name)}
+            name: {
+                **part_of(Stage, max((rank.memory.stages[name] for rank in ranks), key=lambda stage: stage.live)),
+                "formula": self.formulas.get(name),
+            }
             for name in ranks[0].memory.stages
         }
 
