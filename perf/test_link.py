@@ -39,7 +39,7 @@ _BUCKETS_MB = (1, 2, 5, 10, 25)
 CASES = Grid(
     smoke=[TrainingStepCase("tiny", batch=4, context=32)],
     laptop=[TrainingStepCase("wide", batch=8, context=32)],
-    paper=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium")],
+    paper=[TrainingStepCase(model, batch=4, context=512, dtype="bfloat16") for model in ("small", "medium")],
 )
 """The search for the batch whose compute takes as long as its communication starts from the batch given here."""
 
@@ -52,7 +52,7 @@ BUCKETS = Grid(
 ACTIVATIONS = Grid(
     smoke=[TensorParallelCase("tiny", batch=2, context=32)],
     laptop=[TensorParallelCase("wide", batch=4, context=128)],
-    paper=[TensorParallelCase("medium", batch=4, context=1024)],
+    paper=[TensorParallelCase("medium", batch=4, context=1024, dtype="bfloat16")],
 )
 """It sends in proportion to the tokens, as it computes: the width decides which of both takes longer. `wide` computes
 for half as long again as it sends, so that all of it could hide."""

@@ -35,6 +35,7 @@ from perf.timed_entry import ROOT, EntryCase, Ranks, Training, told
 from shardmark.api import Mesh, RegistryError
 from shardmark.meter.hardware import Hardware, hardware
 from shardmark.plugin.judge import EXIT_NOT_JUDGED
+from shardmark.ranks.gpus import device_at_hand
 from shardmark.ranks.rank import WorldError
 from shardmark.ranks.world import RankError
 from shardmark.rows.atomic_json import dumped
@@ -262,7 +263,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", type=Path, metavar="ROW.json", help="verify a sealed row and its files")
     parser.add_argument("--mesh", default="shard=2", help="the mesh of its ranks (default shard=2)")
     parser.add_argument("--size", choices=CASES, default="tiny")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU, if there is one")
     parser.add_argument("--hardware", metavar="NAME", help="the peak of which MFU is a part: docs/hardware.md")
     parser.add_argument("--warmups", type=int, default=3, help="steps before those that are timed (default 3)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (default 5)")
@@ -277,6 +278,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if given.check is None and given.entry is None:
             raise ValueError("it takes an entry, FILE.py:ATTRIBUTE, or --check ROW.json")
+        if given.check is None:
+            given.device = given.device or device_at_hand()
         status, said = verify(given) if given.check is None else check(given.check)
     except (ValueError, OSError, WorldError) as error:
         print(f"{COMMAND}: {printable(str(error))}", file=sys.stderr)

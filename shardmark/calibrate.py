@@ -1,6 +1,6 @@
 """Measure this machine's rates, and write them as hardware for predictions.
 
-python -m shardmark.calibrate mine.toml                  # its GPU if CUDA works, else its CPU
+python -m shardmark.calibrate mine.toml                  # its GPU if it has one, else its CPU
 python -m shardmark.calibrate mine.toml --ranks 2        # collectives too, and what ranks leave each other
 python -m shardmark.calibrate mine.toml --from out.json  # what a saved run shows, without measuring
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from shardmark.meter.hardware import DTYPES, hardware
+from shardmark.ranks.gpus import device_at_hand, why_unusable
 from shardmark.ranks.rank import WorldError
 from shardmark.rows.atomic_json import RowFileError
 
@@ -52,10 +53,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(COMMAND, description="Measure this machine's rates, for predictions.")
     parser.add_argument("output", type=Path, metavar="OUT.toml", help="the file that --hardware and --simulate take")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu", help="what to measure")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="what to measure (default: a GPU, if there is one)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks that compute at once, and send (default 1)")
     parser.add_argument("--minutes", type=float, default=5.0, help="how long it may take, about (default 5)")
     parser.add_argument(
@@ -81,8 +81,10 @@ def _check(given: argparse.Namespace) -> None:
         raise ValueError(f"--dtypes {','.join(given.dtypes)}: {unknown[0]} is none of {', '.join(TIMED)}")
     if "float32" not in given.dtypes:
         raise ValueError(f"--dtypes {','.join(given.dtypes)}: float32 is needed, as the one dtype of every device")
-    if given.device == "cuda" and given.run is None and not torch.cuda.is_available():
-        raise ValueError("--device cuda: CUDA does not work here")
+    if given.run is None:
+        given.device = given.device or device_at_hand()
+        if given.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device cuda: {why_unusable()}")
     given.output.touch()  # a file that cannot be written is known before minutes of work
     assert set(TIMED) <= set(DTYPES)
 

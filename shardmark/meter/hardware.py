@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from shardmark.ranks.gpus import device_at_hand
+
 TABLE = Path(__file__).with_name("hardware.toml")
 WHOLE = {
     "memory_bytes": "bytes",
@@ -150,12 +152,12 @@ def known_hardware() -> dict[str, Hardware]:
 def hardware(name: str) -> Hardware:
     """The hardware of that name, or of the file if the name ends with `.toml`.
 
-    Raises ValueError, in one line, for an unknown name, a file that cannot be read, missing or unknown keys, and a
-    figure that is not a positive number."""
+    Raises ValueError, in one line, for an unknown name, a file that cannot be read, missing or unknown keys, a figure
+    that is not a positive number, and this machine where PyTorch cannot use its GPU."""
     if name.endswith(".toml"):
         return _of_file(Path(name))
     if name == THIS:
-        return replace(of_this_machine("cuda" if torch.cuda.is_available() else "cpu"), name=THIS)
+        return replace(of_this_machine(device_at_hand()), name=THIS)
     if name not in known_hardware():
         known = ", ".join([*known_hardware(), THIS])
         raise ValueError(f"no hardware is known as {name!r}; known is {known}, or a TOML file of your own")

@@ -166,15 +166,13 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 def device(value: str, ranks: str | None) -> str:
     one_of("--device", value, DEVICES)
-    if value == "cpu" or torch.cuda.is_available():
-        return "cuda" if value == "auto" else value
-    if value == "cuda":
+    if value == "auto":
+        return gpus.device_at_hand()
+    if value == "cuda" and not torch.cuda.is_available():
         needed = max([int(n) for n in (ranks or "").split(",") if n.strip().isdigit()], default=1)
         has = f"--device cuda needs {needed} CUDA device{'s'[: needed > 1]}, and this machine has 0"
         raise ValueError(f"{has}: {gpus.why_unusable()}")
-    if gpus.has_device():
-        raise ValueError(f"torch cannot use this machine's GPU: {gpus.why_unusable()}; --device cpu measures the CPU")
-    return "cpu"
+    return value
 
 
 def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:

@@ -36,6 +36,19 @@ def has_device() -> bool:
     return any(DEVICES.glob("nvidia[0-9]*")) or bool(_smi("--list-gpus"))  # WSL has no such files
 
 
+def device_at_hand() -> str:
+    """ "cuda" where PyTorch can use a GPU, "cpu" where there is none.
+
+    Raises ValueError, in one line, for a GPU that PyTorch cannot use: whoever has one does not mean the CPU.
+    """
+    if torch.cuda.is_available():
+        return "cuda"
+    if has_device():
+        hidden = "CUDA_VISIBLE_DEVICES= hides it, and then the CPU is measured"
+        raise ValueError(f"torch cannot use this machine's GPU: {why_unusable()}; {hidden}")
+    return "cpu"
+
+
 def why_unusable() -> str:
     """Why PyTorch uses no GPU here, in one line: its build, the driver, and PyTorch's own words."""
     driver = driver_version()

@@ -1,10 +1,14 @@
 """A GPU that PyTorch cannot use: one line says why, and nothing is measured on the CPU instead."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from perf import verify
+from shardmark import calibrate
+from shardmark.meter.hardware import hardware
 from shardmark.ranks import gpus
 from tests.support.project import project as project
 
@@ -71,7 +75,27 @@ def error_of(project: pytest.Pytester, *options: str) -> str:
 
 def test_auto_is_refused(says: str, project: pytest.Pytester) -> None:
     error = error_of(project, "--device=auto")
-    assert error == f"ERROR: torch cannot use this machine's GPU: {says}; --device cpu measures the CPU"
+    assert error == f"ERROR: {refusal(says)}"
+
+
+def refusal(says: str) -> str:
+    hidden = "CUDA_VISIBLE_DEVICES= hides it, and then the CPU is measured"
+    return f"torch cannot use this machine's GPU: {says}; {hidden}"
+
+
+def test_no_other_command_takes_the_cpu_instead(
+    says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(refusal(says))):
+        hardware("this")
+    assert calibrate.main([str(tmp_path / "mine.toml")]) == calibrate.USAGE
+    assert capsys.readouterr().err == f"{calibrate.COMMAND}: {refusal(says)}\n"
+    assert calibrate.main([str(tmp_path / "mine.toml"), "--device=cuda"]) == calibrate.USAGE
+    assert capsys.readouterr().err == f"{calibrate.COMMAND}: --device cuda: {says}\n"
+    assert verify.main(["entry.py:make"]) == verify.USAGE
+    assert capsys.readouterr().err == f"{verify.COMMAND}: {refusal(says)}\n"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user hides the GPU
+    assert hardware("this").device == "cpu"
 
 
 def test_cuda_says_why_there_is_none(says: str, project: pytest.Pytester) -> None:
