@@ -133,9 +133,15 @@ def rounding(inputs: Inputs, eps: float, summing_eps: float, options: dict[str, 
         worst = of_logits(terms(mass + mass.amax(1, keepdim=True) + lse.abs() + vocab**0.5)) @ other.abs()
         return scale * max(eps * typical.amax().item(), summing_eps * worst.amax().item())
 
+    rows, of_row = hidden.unique(dim=0, return_inverse=True)
+
+    def of_unequal(terms: Tensor) -> Tensor:
+        """Transposed, those of equal rows added: errors of equal rows are equal, and do not cancel."""
+        return terms.new_zeros(vocab, len(rows)).index_add(1, of_row, terms.T)
+
     slope = 2 + 2 * z * lse.abs().amax().item()  # of a row's loss with respect to its logits
     return {
         "loss": slope * max(eps * logits.abs().amax().item() / count**0.5, 2 * summing_eps * (2 + mass.amax().item())),
         "grad_hidden": owed(lambda terms: terms, weight),
-        "grad_weight": owed(lambda terms: terms.T, hidden),
+        "grad_weight": owed(of_unequal, rows),
     }
