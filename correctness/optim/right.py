@@ -72,7 +72,8 @@ class FlatMoments(Simple):
         for p, state in zip(params, states, strict=True):
             part = slice(at, at + p.numel())
             p.copy_(flat[part].view(p.shape))
-            state.update({k: x[part].view(p.shape) for k, x in moments.items()}, step=torch.tensor(t))
+            state.update({k: x[part].view(p.shape) for k, x in moments.items()})
+            state["step"] = torch.tensor(t, dtype=torch.float32)
             at += p.numel()
 
 

@@ -47,7 +47,8 @@ class Simple(torch.optim.Optimizer):
     def state_of(self, p: Tensor) -> State:
         state = self.state[p]
         if not state:
-            state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         return state
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
@@ -108,7 +109,8 @@ class Master(Simple):
         state = self.state[p]
         if not state and self.master_weights and p.dtype in (torch.bfloat16, torch.float16):
             m, v = (torch.zeros_like(p, dtype=torch.float32) for _ in range(2))
-            state.update(step=torch.zeros(()), exp_avg=m, exp_avg_sq=v, master_weight=p.detach().float())
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state.update(exp_avg=m, exp_avg_sq=v, master_weight=p.detach().float())
         return super().state_of(p)
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:

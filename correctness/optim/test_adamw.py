@@ -23,6 +23,7 @@ from correctness.optim.training import (
     train,
 )
 from correctness.support.contracts import Note, is_ours
+from correctness.support.default_dtype import default_dtype
 from impl.optim import AdamW
 from shardmark.api import Implementation
 
@@ -91,11 +92,13 @@ def test_large_gradients_in_float16(implementation: Implementation, device: str,
         record_property("note", "gradients of some hundreds in float16 overflow in it: give it master weights")
 
 
-def test_each_of_300_steps(implementation: Implementation, device: str) -> None:
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=lambda dtype: f"{dtype}_by_default")
+def test_each_of_300_steps(implementation: Implementation, default: torch.dtype, device: str) -> None:
     """More steps than a count in bfloat16 or 8 bits can hold; by then bias corrections are near 1."""
     start = tensors(device, shapes=((3,),))
-    steps = 30 if interpreted(implementation, device) else 300
-    assert_as_accurate_as_plain(implementation.watched, start, gradients(start, steps), lr=1e-2)
+    grads = gradients(start, 30 if interpreted(implementation, device) else 300)
+    with default_dtype(default):
+        assert_as_accurate_as_plain(implementation.watched, start, grads, lr=1e-2)
 
 
 @pytest.mark.parametrize("steps", [pytest.param(3_000, marks=pytest.mark.sweep), 70_000])

@@ -89,3 +89,15 @@ class LoadsRoundedMoments(Simple):
         super().load_state_dict(state_dict)
         for p in self.state:
             self.state_of(p)
+
+
+@defect(cause="numerics", caught_by="test_each_of_300_steps")
+class CountsInTheDefaultDtype(Simple):
+    """pytorch/ao#4915: counts steps in the default dtype of its first one, and bfloat16 counts to 256."""
+
+    def state_of(self, p: Tensor) -> State:
+        is_new = not self.state[p]
+        state = super().state_of(p)
+        if is_new:
+            state["step"] = torch.tensor(0.0)
+        return state

@@ -98,10 +98,26 @@ def test_a_group_that_the_optimizer_gets_later_is_unscaled_too(
         assert not changed, f"gradients of a later group are {bad}, and {changed[0]} has changed: it is not skipped"
 
 
-@pytest.mark.parametrize("most", [64, 2**-5])
-def test_the_loss_scale_falls_until_gradients_fit(implementation: Implementation, most: float, device: str) -> None:
+class Steep(MLPLanguageModel):
+    """A model whose gradients are `slope` times those of its logits' values."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__(SIZE)
+        self.slope = slope
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide + (self.slope - 1) * (wide - wide.detach())
+
+
+@pytest.mark.parametrize(("most", "slope"), [(64, 1.0), (2**-5, 1.0), (2**-20, 2.0**15)])
+def test_the_loss_scale_falls_until_gradients_fit(
+    implementation: Implementation, most: float, slope: float, device: str
+) -> None:
     """`most` is the largest scale at which gradients fit; below 1 for gradients larger than float16 can hold."""
-    of = setting(implementation, device, "float16", lr=1.0)
+    lr = 1 / slope
+    of = setting(implementation, device, "float16", Steep(slope), lr=lr)
     before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
     largest = most * 1.1 * expected["output.weight"].abs().max().item()
     weight = of.model.get_parameter("output.weight")
@@ -114,7 +130,7 @@ def test_the_loss_scale_falls_until_gradients_fit(implementation: Implementation
             of.step(of.tokens, of.targets)
             steps -= 1
     assert steps, f"gradients fit into float16 at a loss scale of {most:g} and below; 40 steps were skipped"
-    assert_gradients(taken(before, values(of.model), 1.0), expected, CLOSE, "first step that fits")
+    assert_gradients(taken(before, values(of.model), lr), expected, CLOSE, "first step that fits")
 
 
 class Faint(MLPLanguageModel):

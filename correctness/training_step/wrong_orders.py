@@ -30,6 +30,16 @@ class ScalesFromOneUp(EagerStep):
             self.scaler.update(1.0)
 
 
+@defect(cause="numerics", caught_by="test_the_loss_scale_falls_until_gradients_fit")
+class EndsAtASmallScale(EagerStep):
+    """facebookresearch/fairseq#1529: a loss scale of 0.0001 ends training, though gradients need a smaller one."""
+
+    def update(self) -> None:
+        super().update()
+        if self.scaler.is_enabled() and self.scaler.get_scale() <= 1e-4:
+            raise FloatingPointError("the smallest loss scale is reached")
+
+
 @defect(cause="gradients", caught_by="test_gradients_are_of_the_losss_own_dropout")
 class RecomputesWithOtherDropout(EagerStep):
     """allenai/OLMo-core#828: recomputes forward without its random state, so that other elements are dropped."""
