@@ -163,3 +163,16 @@ class SumsWhenFinishedAgain(Overlapped):
         if self.synchronizing:
             self.average(self.order)
             self.divisor = 1
+
+
+@defect(cause="gradients", caught_by="test_gradients_are_averaged_whatever_a_loss_does")
+class ArmedByItsForward(Plain):
+    """huggingface/trl#7245: averages only after a forward pass of its own since the last time."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.armed = True
+        return super().forward(*args, **kwargs)
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        if self.__dict__.pop("armed", False):
+            super().average(parameters)

@@ -41,8 +41,9 @@ class DataParallelWrapper(Protocol):
     Should: ValueError, on every rank, for a module without trainable parameters and where the ranks' modules differ in
     a parameter's name, shape, dtype or `requires_grad`, naming the first; names in `state_dict` are the module's own;
     buffers that forward changes stay each rank's own; `no_sync()` inside another ends nothing but itself, begins when
-    it is entered, and communicates no buffers either; a rank without a backward pass counts as zero; parameters may be
-    frozen and thawed after wrapping; strides may have gaps and differ between ranks; a part may be wrapped again in
+    it is entered, and communicates no buffers either; a rank without a backward pass counts as zero; a backward pass
+    without a forward pass of the wrapper, as of a loss of parameters alone, counts too or is an error; parameters may
+    be frozen and thawed after wrapping; strides may have gaps and differ between ranks; a part may be wrapped again in
     another group; frozen parameters are not communicated and tied ones once; `bucket_mb`, in MB of 2^20 bytes of the
     gradients' dtype, is the size of what is communicated at once.
 
