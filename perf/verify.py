@@ -156,6 +156,7 @@ def row_of(
 
 def verify(given: argparse.Namespace) -> tuple[int, str]:
     """The exit status, and a paragraph. ValueError, in one line, for a user's error."""
+    given.device = given.device or device_at_hand()
     case, mesh = CASES[given.size], Mesh.parse(given.mesh)
     file, _, attribute = given.entry.rpartition(":")
     path = Path(file).resolve()
@@ -278,8 +279,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if given.check is None and given.entry is None:
             raise ValueError("it takes an entry, FILE.py:ATTRIBUTE, or --check ROW.json")
-        if given.check is None:
-            given.device = given.device or device_at_hand()
         status, said = verify(given) if given.check is None else check(given.check)
     except (ValueError, OSError, WorldError) as error:
         print(f"{COMMAND}: {printable(str(error))}", file=sys.stderr)

@@ -112,12 +112,14 @@ def _recomputed_in_passes_of_their_own(model: Any, module: nn.Module, x: Tensor,
 
 @dataclass(frozen=True)
 class Use:
-    """How a loss is made. `every`: it reaches every parameter. `refusable`: an error on every rank is right too."""
+    """How a loss is made. `every`: it reaches every parameter. `refusable`: an error on every rank is right too.
+    `through`: it comes from a forward pass of the wrapper."""
 
     run: Callable[[Any, nn.Module, Tensor, int], None]
     module: type[nn.Module] = TwoHeads
     every: bool = True
     refusable: bool = False
+    through: bool = True
 
 
 USES = {
@@ -133,13 +135,10 @@ USES = {
     "recomputed": Use(_recomputed),
     "recomputed_in_passes_of_their_own": Use(_recomputed_in_passes_of_their_own, refusable=True),
     "sparse": Use(_all_outputs, Rows, refusable=True),
+    "parameters_alone": Use(_parameters_alone, refusable=True, through=False),
+    "past_the_wrapper": Use(_past_the_wrapper, refusable=True, through=False),
 }
-
-PAST_THE_WRAPPER = {
-    "parameters_alone": Use(_parameters_alone, refusable=True),
-    "past_the_wrapper": Use(_past_the_wrapper, refusable=True),
-}
-"""Losses without a forward pass of the wrapper."""
+SHOULD = pytest.mark.should("a loss without a forward pass of the wrapper is averaged, or an error")
 
 
 def _own(use: Use, module: nn.Module, step: int, rank: int) -> list[Tensor]:
@@ -157,21 +156,20 @@ def _rows(step: int, rank: int) -> Tensor:
 @pytest.fixture
 def as_documented(implementation: Implementation, name: str, request: pytest.FixtureRequest) -> None:
     """DDP averages nothing without a forward pass of its own."""
-    if implementation.spec == "ddp" and name in PAST_THE_WRAPPER:
+    if implementation.spec == "ddp" and not USES[name].through:
         request.applymarker(pytest.mark.xfail(reason="as docs/pytorch-defects.md says", strict=True))
 
 
-NOTED = pytest.mark.should("a loss without a forward pass of the wrapper is averaged, or an error")
-
-
 @pytest.mark.usefixtures("as_documented")
-@pytest.mark.parametrize("name", [*USES, *(pytest.param(name, marks=NOTED) for name in PAST_THE_WRAPPER)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if use.through else SHOULD) for name, use in USES.items()]
+)
 @on_every_rank
 def test_gradients_are_averaged_whatever_a_loss_does(
     implementation: Implementation, name: str, device: str
 ) -> list[str]:
     """In two steps, as the first may be special; to finish again changes nothing."""
-    use, ranks, wrong = {**USES, **PAST_THE_WRAPPER}[name], dist.get_world_size(), []
+    use, ranks, wrong = USES[name], dist.get_world_size(), []
     torch.manual_seed(0)
     start = use.module().double()
     model = wrap(implementation, deepcopy(start).to(device), **({} if use.every else {"find_unused_parameters": True}))

@@ -37,7 +37,7 @@ def has_device() -> bool:
 
 
 def device_at_hand() -> str:
-    """ "cuda" where PyTorch can use a GPU, "cpu" where there is none.
+    """Return "cuda" where PyTorch can use a GPU, "cpu" where there is none.
 
     Raises ValueError, in one line, for a GPU that PyTorch cannot use: whoever has one does not mean the CPU.
     """
