@@ -17,6 +17,8 @@ LOADS = {
 }
 Sizes = tuple[float | None, ...]
 LAYOUTS = ("contiguous", "transposed", "apart", "channels_last")
+MODES = ("gradients", "no_grad", "default dtype bfloat16", "default dtype float64")
+"""Modes of `correctness.engine.calls` in which callers make optimizers and step."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,16 @@ class History:
     """Dtypes of the parameters, used in turn."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the optimizer."""
+    mode: str = "gradients"
+    """The whole history happens in it, one of `MODES`."""
 
     def __str__(self) -> str:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         said = [f"{self.layout} {dtypes} parameters of shapes {self.groups[0][0]} with {self.groups[0][1]}"]
         for shapes, arguments in self.groups[1:]:
             said.append(f"before event {self.added_before + 1} a group of shapes {shapes} with {arguments}")
-        return "; ".join([*said, *(f"{name}={value}" for name, value in self.options.items())])
+        said += [f"{name}={value}" for name, value in self.options.items()]
+        return "; ".join([*said, *[f"all in {self.mode}"] * (self.mode != "gradients")])
 
     @property
     def added_before(self) -> int:
@@ -129,5 +134,6 @@ def histories(
         events=st.lists(events, min_size=1, max_size=6),
         added=st.integers(0, 3),
         layout=st.sampled_from(layouts),
+        mode=st.sampled_from(MODES),
         **parts,
     )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from correctness.engine.calls import MODES
 from correctness.optim.events import Event, History, Sizes
 from correctness.optim.training import assert_near
 from impl.optim import AdamW
@@ -178,17 +179,23 @@ class Beside:
     """
 
     def __init__(self, target: Any, history: History, device: str, rtol: float | None = None) -> None:
-        self.found = Training(target, history, device, wide=False)
+        self.mode = lambda: MODES[history.mode](device)
+        with self.mode():
+            self.found = Training(target, history, device, wide=False)
         self.exact = Training(ClipThenAdamW, history, device, wide=True)
         self.rtol = rtol or (1e-9 if set(history.dtypes) == {torch.float64} else 1e-5)
         self.until_added = history.added_before
 
     def play(self, event: Event) -> None:
-        for training in (self.exact, self.found):
-            if self.until_added == 0:
-                training.add_groups()
-            training.play(event)
+        self._play(self.exact, event)
+        with self.mode():
+            self._play(self.found, event)
         self.until_added -= 1
+
+    def _play(self, training: Training, event: Event) -> None:
+        if self.until_added == 0:
+            training.add_groups()
+        training.play(event)
 
     def problem(self) -> str:
         found, exact, rtol = self.found, self.exact, self.rtol
