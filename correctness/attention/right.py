@@ -80,22 +80,32 @@ def _tiled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Te
 
 
 @right("sums its tiles of keys in a random order, so that two calls differ in the last bits")
-def tiles_in_random_order(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+class TilesInRandomOrder(Flash):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        out, lse = _in_random_order(*checked(q, k, v), is_causal)
+        ctx.save_for_backward(q, k, v, out, lse)  # no tile: a checkpoint's second forward draws another order
+        ctx.is_causal = is_causal
+        return out
+
+
+def _in_random_order(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp."""
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    q, k, v = (x.to(wide) for x in checked(q, k, v))
+    q, k, v = (x.to(wide) for x in (q, k, v))
     starts = list(range(0, k.shape[-2], 37))
     random.shuffle(starts)
     rows = torch.arange(q.shape[-2], device=q.device)
-    outputs, logs = [], []
+    outputs, sums = [], []
     for start in starts:
         scores = (q @ k[..., start : start + 37, :].mT).to(wide) / math.sqrt(q.shape[-1])  # autocast's product is half
         if is_causal:  # finite, so that a tile of which a row sees no key still has a log-sum-exp
             columns = start + torch.arange(scores.shape[-1], device=q.device)
             scores = scores.masked_fill(columns > rows[:, None], -1e30)
         outputs.append(scores.softmax(-1) @ v[..., start : start + 37, :])
-        logs.append(scores.logsumexp(-1, keepdim=True))
-    weights = torch.stack(logs).softmax(0)
-    return (weights * torch.stack(outputs)).sum(0).to(dtype)
+        sums.append(scores.logsumexp(-1))
+    logs = torch.stack(sums)
+    return (logs.softmax(0)[..., None] * torch.stack(outputs)).sum(0).to(dtype), logs.logsumexp(0)
 
 
 @right("a row at a time, each over the keys that it sees and no others; refuses grouped heads as Unsupported")

@@ -33,7 +33,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
     """Output (..., q_len, dim) and log-sum-exp (..., q_len)."""
     q, k, v = checked(q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = scores_of(q.to(wide), k.to(wide), is_causal)
+    scores = scores_of(q.to(wide), k.to(wide), is_causal).to(wide)  # autocast's product is half
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v.to(wide)).to(q.dtype), lse
 
