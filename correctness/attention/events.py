@@ -12,7 +12,7 @@ from torch import Tensor
 from correctness.attention.accuracy import random_inputs
 from correctness.engine.calls import BACKWARDS, MODES
 from correctness.engine.examples import autocast_takes
-from correctness.engine.strides import any_strides, any_strides_of_rows
+from correctness.engine.strides import EXPANDED, any_strides, any_strides_of_rows
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
@@ -21,9 +21,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows_inside": lambda x: x.mT.contiguous().mT,
     "odd_offset": lambda x: torch.cat([x[..., :1], x], dim=-1)[..., 1:],
     "rows_of_more": lambda x: _rows_of_more(x),
-    "one_for_all_sequences": lambda x: x[:1].expand_as(x) if x.ndim > 2 else x,
-    "one_for_all_rows": lambda x: x[..., :1, :].expand_as(x),
     "heads_of_a_projection": lambda x: _rows_of_more(x.transpose(-3, -2)).transpose(-3, -2) if x.ndim > 2 else x,
+    **EXPANDED,
     "any_strides": any_strides,
     "any_strides_of_rows": any_strides_of_rows,
 }
@@ -155,7 +154,7 @@ CALLS = st.builds(
     profile=st.just("none") | st.sampled_from(list(PROFILES)),
     top=st.sampled_from([25.0, 200.0, 30_000.0]),
     is_causal=st.booleans(),
-    layouts=st.tuples(*[layouts] * 4),
+    layouts=st.tuples(*[layouts] * 4) | layouts.map(lambda how: (how,) * 4),
     shared=st.just("none") | st.sampled_from(["k_and_v", "q_and_k", "all", "one_projection"]),
     nan=st.none() | st.none() | st.tuples(st.just("v"), st.sampled_from([0.0, 0.3, 1.0])),
     mode=st.just("gradients") | st.sampled_from(list(MODES)),

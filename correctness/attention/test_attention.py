@@ -10,7 +10,7 @@ from torch import Tensor
 from correctness.attention.accuracy import assert_as_accurate_as_eager, random_inputs, results
 from correctness.attention.events import LAYOUTS
 from correctness.engine.examples import one_beyond_tiles
-from correctness.engine.strides import alike_and_each_its_own
+from correctness.engine.strides import EXPANDED, alike_and_each_its_own
 from correctness.support.contracts import assert_near, skip_if_slow
 from impl.attention import eager_attention
 from shardmark.api import Implementation
@@ -194,6 +194,7 @@ def test_takes_grouped_query_heads(
 NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
     **{how: LAYOUTS[how] for how in ("heads_inside", "columns_apart", "rows_inside", "odd_offset", "rows_of_more")},
     "heads_of_a_projection": LAYOUTS["heads_of_a_projection"],
+    **EXPANDED,
     # one projection for q, k and v
     "one_projection": lambda x: torch.cat([x, x, x], dim=-1)[..., x.shape[-1] : 2 * x.shape[-1]],
 }
@@ -220,7 +221,6 @@ def test_takes_one_query_of_non_contiguous_grouped_heads(implementation: Impleme
 OF_THE_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
     # as from `out.sum()`: one element in memory, all strides zero
     "of_a_sum": lambda x: x.flatten()[0].expand(x.shape),
-    "one_for_all_rows": LAYOUTS["one_for_all_rows"],
     **NON_CONTIGUOUS,
 }
 

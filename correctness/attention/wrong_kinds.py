@@ -41,6 +41,26 @@ def rows_of_heads_alone(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = Fa
     return eager_attention(read(q), read(k), read(v), is_causal=is_causal)
 
 
+class _SumToFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.cat([grad.sum(-3, keepdim=True), torch.zeros_like(grad[..., 1:, :, :])], dim=-3)
+
+
+@defect(cause="shapes", caught_by="test_takes_non_contiguous_inputs")
+def one_for_all_heads_gets_the_sum(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """meta-pytorch/MSLK#467: of keys and values that are expanded over heads, the first head gets the gradients of
+    all."""
+    check_inputs(q, k, v)
+    if k.ndim > 2 and k.shape[-3] > 1 and k.stride(-3) == v.stride(-3) == 0:
+        k, v = _SumToFirst.apply(k), _SumToFirst.apply(v)
+    return eager_attention(q, k, v, is_causal=is_causal)
+
+
 @defect(cause="shapes", caught_by="test_takes_grouped_query_heads")
 def sixteen_heads_of_a_group(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """A tile holds 16 heads of a group, and there is one tile for each group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,20 @@ def any_strides_of_rows(x: Tensor) -> Tensor:
     """As `any_strides`, with the last dimension contiguous, as kernels want it."""
     leading = x.ndim - 1
     return _laid(x, [*torch.randperm(leading).tolist(), leading], [*torch.randint(1, 3, (leading,)).tolist(), 1])
+
+
+def _expanded(x: Tensor, dim: int) -> Tensor:
+    """The first part along a dimension before the last one stands for all; unchanged without that dimension."""
+    there = x.ndim > 1 and x.ndim >= -dim
+    return x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x) if there else x
+
+
+EXPANDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "one_for_all_rows": lambda x: _expanded(x, -2),
+    "one_for_all_heads": lambda x: _expanded(x, -3),
+    "one_for_all_sequences": lambda x: _expanded(x, 0),
+}
+"""One row, or all of a head's, or of a sequence's, in memory: a stride of 0, as `expand` makes it."""
 
 
 def alike_and_each_its_own(how: str, layouts: Sequence[str], number: int = 4) -> list[list[str]]:

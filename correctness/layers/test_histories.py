@@ -13,7 +13,7 @@ from torch import Tensor
 from correctness.engine.calls import BACKWARDS, MODES, RunningCall, hold_calls, play
 from correctness.engine.examples import autocast_takes
 from correctness.layers.accuracy import TIMES, assert_accurate
-from correctness.layers.layouts import EXPANDED, LAYOUTS, laid_out
+from correctness.layers.layouts import LAYOUTS, OF_GRADIENTS, laid_out
 from correctness.layers.operations import Inputs, call, gradients, leaves_of, random_inputs
 from impl.layers import OPERATIONS
 from shardmark.api import Implementation
@@ -79,7 +79,7 @@ class Call:
 
 
 layouts = st.just(CONTIGUOUS) | st.sampled_from(list(LAYOUTS))
-of_gradients = st.just(CONTIGUOUS) | st.sampled_from([*LAYOUTS, *EXPANDED])
+of_gradients = st.just(CONTIGUOUS) | st.sampled_from(list(OF_GRADIENTS))
 
 HISTORIES = st.lists(
     st.builds(

@@ -13,7 +13,7 @@ import torch
 from correctness.engine.examples import one_beyond_tiles
 from correctness.engine.strides import alike_and_each_its_own
 from correctness.layers.accuracy import assert_accurate, assert_as_accurate_as_eager
-from correctness.layers.layouts import EXPANDED, LAYOUTS, laid_out
+from correctness.layers.layouts import LAYOUTS, OF_GRADIENTS, laid_out
 from correctness.layers.operations import Inputs, call, leaves_of, random_inputs, results
 from correctness.support.contracts import assert_near, skip_if_slow
 from impl.layers import OPERATIONS, EagerLayers
@@ -135,10 +135,10 @@ def test_takes_non_contiguous_arguments(
 
 
 @EACH
-@pytest.mark.parametrize("how", [*LAYOUTS, *EXPANDED])
+@pytest.mark.parametrize("how", OF_GRADIENTS)
 def test_takes_gradients_of_any_strides(implementation: Implementation, how: str, operation: str, device: str) -> None:
     """A transpose after the layer, or a sum, gives its backward such a gradient."""
-    for layouts in alike_and_each_its_own(how, [*LAYOUTS, *EXPANDED, ""], 2):
+    for layouts in alike_and_each_its_own(how, [*OF_GRADIENTS, ""], 2):
         inputs = random_inputs(operation, 4, 24, device, lead=(2, 3))
         arguments = layouts[::-1] if how in LAYOUTS else ()
         when = f"with gradients {', '.join(each or 'contiguous' for each in layouts)}: "

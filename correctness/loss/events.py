@@ -12,7 +12,7 @@ from torch import Tensor
 
 from correctness.engine.calls import BACKWARDS, MODES
 from correctness.engine.examples import autocast_takes
-from correctness.engine.strides import any_strides, any_strides_of_rows
+from correctness.engine.strides import EXPANDED, any_strides, any_strides_of_rows
 from correctness.loss.accuracy import Inputs, random_inputs
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -21,7 +21,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows_inside": lambda x: x.mT.contiguous().mT,
     "rows_apart": lambda x: x.repeat_interleave(2, dim=0)[::2],
     "odd_offset": lambda x: torch.cat([x[:, :1], x], dim=-1)[:, 1:],
-    "one_for_all_rows": lambda x: x[:1].expand_as(x),
+    "one_for_all_rows": EXPANDED["one_for_all_rows"],
     "any_strides": any_strides,
     "any_strides_of_rows": any_strides_of_rows,
 }

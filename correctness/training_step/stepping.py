@@ -31,24 +31,58 @@ class Setting:
     targets: Tensor
 
 
+class UnscalingSGD(torch.optim.SGD):
+    """SGD to which a gradient scaler leaves scaled gradients and steps to skip, as it does to fused optimizers.
+
+    torch's own fused SGD begins with garbage if its first step is skipped: docs/pytorch-defects.md.
+    """
+
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        given = {name: vars(self).pop(name) for name in ("found_inf", "grad_scale") if name in vars(self)}
+        try:  # without the attributes, as SGD refuses them
+            if bool(given.get("found_inf")):
+                return None
+            return self._unscaled_step(given.get("grad_scale"), closure)
+        finally:
+            vars(self).update(given)
+
+    def _unscaled_step(self, scale: Tensor | None, closure: Any) -> Any:
+        having = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        own = [p.grad for p in having]
+        if scale is not None:
+            for p in having:
+                p.grad = p.grad / scale
+        result = super().step(closure)
+        for p, grad in zip(having, own, strict=True):
+            p.grad = grad
+        return result
+
+
+OPTIMIZERS = {"sgd": torch.optim.SGD, "unscaling_sgd": UnscalingSGD}
+
+
 def setting(
     implementation: Implementation,
     device: str,
     precision: str = "float32",
     model: nn.Module | None = None,
     all_parameters: bool = False,
+    optimizer: str = "sgd",
     **options: Any,
 ) -> Setting:
-    """Make the setting with SGD, so that updates show the gradients; `lr` is 0 unless `options` set it.
+    """Make the setting, with an SGD, so that updates show the gradients; `lr` is 0 unless `options` set it.
 
     Its two param groups have the trainable parameters; with `all_parameters`, the frozen ones too.
     """
     model = (MLPLanguageModel(SIZE) if model is None else model).to(device)
     params = [p for p in model.parameters() if all_parameters or p.requires_grad]
     groups = [{"params": params[:1]}, {"params": params[1:]}]
-    optimizer = torch.optim.SGD(groups, **{"lr": 0.0, **options})
-    step = implementation.watched(model, optimizer, precision=PRECISIONS[precision])
-    return Setting(model, optimizer, step, *batch(device))
+    sgd = OPTIMIZERS[optimizer](groups, **{"lr": 0.0, **options})
+    step = implementation.watched(model, sgd, precision=PRECISIONS[precision])
+    return Setting(model, sgd, step, *batch(device))
 
 
 def batch(device: str, shape: tuple[int, int] = BATCH) -> tuple[Tensor, Tensor]:

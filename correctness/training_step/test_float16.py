@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from correctness.training_step.stepping import (
+    OPTIMIZERS,
     SIZE,
     assert_gradients,
     exact,
@@ -33,6 +34,7 @@ def test_float16_takes_the_step_of_unscaled_gradients(implementation: Implementa
     assert_gradients(taken(before, values(of.model), 1.0), expected, CLOSE, "float16 step")
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("bad", "name"),
     [
@@ -43,10 +45,10 @@ def test_float16_takes_the_step_of_unscaled_gradients(implementation: Implementa
     ids=["inf", "minus_inf", "nan"],
 )
 def test_a_float16_step_that_overflows_is_skipped_with_a_warning(
-    implementation: Implementation, bad: float, name: str, device: str
+    implementation: Implementation, bad: float, name: str, optimizer: str, device: str
 ) -> None:
     """It leaves nothing in the optimizer: the next step is as if it were the first."""
-    of = setting(implementation, device, "float16", lr=1.0, momentum=0.9)
+    of = setting(implementation, device, "float16", optimizer=optimizer, lr=1.0, momentum=0.9)
     before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
 
     def overflow(grad: Tensor) -> Tensor:

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from correctness.engine.histories import Problem, hold, report
 from correctness.training_step.events import EVENTS, OPTIONS, Event, History, problem_of
 from correctness.training_step.models import KINDS
-from correctness.training_step.stepping import assert_gradients, batch, setting, skip_where_graphs_own_gradients, values
+from correctness.training_step.stepping import (
+    OPTIMIZERS,
+    assert_gradients,
+    batch,
+    setting,
+    skip_where_graphs_own_gradients,
+    values,
+)
 from shardmark.api import Implementation, requires_compiler
 from shardmark.meter.memory import meter
 
@@ -114,6 +121,7 @@ histories = st.builds(
     st.lists(st.integers(0, 11), max_size=2),
     st.sampled_from(KINDS),
     st.sampled_from([False, False, True]),
+    st.sampled_from(list(OPTIMIZERS)),
 )
 
 

@@ -1,5 +1,6 @@
 """Planted defects that show only in some order of events, with some model, or at some loss scale."""
 
+import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +29,20 @@ class ScalesFromOneUp(EagerStep):
         super().update()
         if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
             self.scaler.update(1.0)
+
+
+@defect(cause="errors", caught_by="test_a_float16_step_that_overflows_is_skipped_with_a_warning")
+class SkippedIfNotCalled(EagerStep):
+    """huggingface/accelerate#4242: a step counts as skipped if the scaler has not called the optimizer's, which it
+    does call where the optimizer looks for overflows itself."""
+
+    def update(self) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            super().update()
+        for each in caught:
+            if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+                warnings.warn(str(each.message), each.category, stacklevel=2)
 
 
 @defect(cause="numerics", caught_by="test_the_loss_scale_falls_until_gradients_fit")
