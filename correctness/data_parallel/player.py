@@ -74,7 +74,8 @@ class Wrapper:
         """Checksums of bits that must be equal on all ranks of the group."""
         self.wrong: list[str] = []
         narrow = setting.options.get("reduce_dtype")
-        self.gradients = [Gradients(k.dtype, _narrower(k.dtype, narrow), len(self.members)) for k in setting.kinds]
+        of = [k.dtype if k.dtype.is_floating_point else torch.float32 for k in setting.kinds]  # the others have none
+        self.gradients = [Gradients(dtype, _narrower(dtype, narrow), len(self.members)) for dtype in of]
 
     def do(self, event: Event) -> None:
         name, inside = event.name, bool(self.contexts)
@@ -151,8 +152,9 @@ class Wrapper:
             weights[i] = numbers(f"{event.seed} {self.members[rank]} {pass_} {i}", kinds[self._kind(i)])
         special = event.draw("special")
         if special.random() < 0.04 and special.randrange(len(self.members)) == rank and reached:
-            hit = weights[reached[0]]
-            hit.view(-1)[:1] = special.choice([torch.inf, -torch.inf, torch.nan])
+            hit, value = weights[reached[0]], special.choice([torch.inf, -torch.inf, torch.nan])
+            if hit.is_floating_point():
+                hit.view(-1)[:1] = value
         return weights
 
     def _forward(self, event: Event, rank: int, pass_: int = 0) -> Tensor:

@@ -12,6 +12,8 @@ from correctness.engine.histories import one_in
 
 SHAPES = [(), (1,), (3,), (0, 3), (4, 3), (5, 2, 3), (97,), (17, 9)]
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
+OF_FROZEN = [*DTYPES, torch.int8, torch.uint8, torch.int64]
+"""Frozen weights may be whole numbers, as those of 8 bits are."""
 LAYOUTS = ["contiguous", "contiguous", "transposed", "in the middle of a larger one"]
 
 
@@ -40,13 +42,13 @@ def kinds(draw: st.DrawFn, ranks: int, *, gaps: bool, vary_strides: bool, narrow
     found: list[Kind] = []
     every = [*LAYOUTS, "strided"] if gaps else LAYOUTS
     for i in range(draw(st.integers(2, 8))):
-        dtype = draw(st.sampled_from(DTYPES))
+        frozen = i > 1 and draw(one_in(5))
+        dtype = draw(st.sampled_from(OF_FROZEN if frozen else DTYPES))
         largest = {torch.float64: 300, torch.float16: 6}.get(dtype, 60)
         layouts = [draw(st.sampled_from(every))] * ranks
         if vary_strides and draw(one_in(3)):
             layouts = [draw(st.sampled_from(every)) for _ in range(ranks)]
         exponent = draw(st.sampled_from([0, 0, 1, 3] if narrow else [0, 0, 3, -largest, largest]))
-        frozen = i > 1 and draw(one_in(5))
         found.append(Kind(draw(st.sampled_from(SHAPES)), dtype, (*layouts,), frozen, i % 2 == 1, exponent))
     return found
 
@@ -54,6 +56,8 @@ def kinds(draw: st.DrawFn, ranks: int, *, gaps: bool, vary_strides: bool, narrow
 def numbers(seed: str, kind: Kind) -> Tensor:
     """Numbers drawn from the seed alone, equal on every rank."""
     generator = torch.Generator().manual_seed(random.Random(seed).randrange(2**62))
+    if not kind.dtype.is_floating_point:
+        return torch.randint(100, kind.shape, generator=generator).to(kind.dtype)
     ones = torch.randn(kind.shape, generator=generator, dtype=torch.float64)
     return ones.ldexp(torch.tensor(kind.exponent)).to(kind.dtype)
 

@@ -28,6 +28,17 @@ class InnerNoSyncSwitchesOn(Plain):
             self.synchronizing = True
 
 
+@defect(cause="errors", caught_by="test_any_history_averages_gradients")
+class MakesParametersAgain(Plain):
+    """pytorch/pytorch#32018: each parameter is made again as `nn.Parameter`, which refuses whole numbers that would
+    need a gradient, as those of a frozen weight of 8 bits."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        for p in module.parameters():
+            nn.Parameter(p.detach())
+
+
 @defect(cause="state", caught_by="test_a_module_may_be_wrapped_again_once_its_wrapper_is_deleted")
 class HooksOfADeletedWrapperStay(Overlapped):
     """Hooks on parameters outlive their wrapper, and sum beside those of the next one."""

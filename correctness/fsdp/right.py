@@ -12,6 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from correctness.fsdp.small_fsdp import SmallFSDP
 from correctness.support.planting import right
 from impl.fsdp import FullyShardedDataParallel
+from impl.fsdp.contract import ODD_PARAMETERS
+from impl.fsdp.nested_tensors import changed
 from shardmark.api import Unsupported
 
 
@@ -105,6 +107,9 @@ class FullyShard(nn.Module):
             raise ValueError("twice?")
         if not any(p.requires_grad for p in module.parameters()):
             raise ValueError("nothing here learns")
+        for kind, has in ODD_PARAMETERS.items():
+            if any(map(has, module.parameters())):
+                raise Unsupported(f"fully_shard takes no {kind}")
         own = {name: p.shape for name, p in module.named_parameters()}
         every: list[Any] = [None] * group.size()
         dist.all_gather_object(every, own, group=group)
@@ -115,14 +120,21 @@ class FullyShard(nn.Module):
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), group=group, group_src=0)
         mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
-        policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
+        self.compute_dtype = compute_dtype
+        # PyTorch's own cast makes a plain dict of a subclass of dict.
+        policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
         # By default the root stays whole after an evaluation, and this root is the whole model.
         self.module = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         for part in self.modules():
             vars(part)["_is_sharded"] = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = changed((args, kwargs), self._cast)
         return self.module(*args, **kwargs)
+
+    def _cast(self, x: Any) -> Any:
+        floating = isinstance(x, Tensor) and x.is_floating_point()
+        return x.to(self.compute_dtype) if self.compute_dtype and floating else x
 
     def finish_gradient_synchronization(self) -> None:
         pass

@@ -161,8 +161,8 @@ def test_tied_parameters_stay_one(implementation: Implementation, kind: type[nn.
     if problem := parameters_as_expected("at the start, the gathered", model, plain, tolerance=0):
         return problem
     for step in range(2):
-        model.zero_grad()
-        plain.zero_grad()
+        for p in (*model.parameters(), *plain.parameters()):
+            p.grad = None
         whole_backward(plain, step, device)
         synchronized_backward(model, step, device)
         found = averaged_gradients(model)  # by an update
