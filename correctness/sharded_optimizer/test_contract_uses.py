@@ -9,6 +9,7 @@ from torch import Tensor
 from correctness.sharded_optimizer.player import assert_values
 from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
 from correctness.sharded_optimizer.training import unsharded
+from correctness.support.complaints import assert_none
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 
@@ -104,3 +105,23 @@ def test_a_parameter_that_is_frozen_after_backward_is_updated_on_every_rank(
         request.applymarker(pytest.mark.xfail(reason="only its owner updates it: docs/pytorch-defects.md", strict=True))
     ranks = world.run(frozen_on_rank, implementation, device)
     assert_values(ranks, frozen_before_a_step(unsharded, device), ", one of which was frozen after backward")
+
+
+def options_on_rank(implementation: Implementation, device: str) -> str:
+    """A line if a group that was just added lacks an option."""
+    optimizer = implementation.watched(parameters(device, (7,)), torch.optim.SGD, lr=0.1)
+    optimizer.add_param_group({"params": parameters(device, (4, 3))})
+    everywhere = {"param_groups": optimizer.param_groups, "state_dict()": optimizer.state_dict()["param_groups"]}
+    for where, groups in everywhere.items():
+        if lacking := groups[0].keys() - groups[1].keys():
+            return f"an added group has in {where} no {min(lacking)!r}, expected SGD's default"
+    return ""
+
+
+def test_an_added_group_has_the_default_options_at_once(
+    implementation: Implementation, world: World, device: str, request: pytest.FixtureRequest
+) -> None:
+    if implementation.spec == "zero_redundancy":
+        why = "they come with the next step: docs/pytorch-defects.md"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+    assert_none(filter(None, world.run(options_on_rank, implementation, device)))
