@@ -45,7 +45,7 @@ class EagerStep:
         self.optimizer = optimizer
         self.precision = precision
         self._loss = loss
-        parameter = next(model.parameters())
+        parameter = min(model.parameters(), key=lambda p: not p.requires_grad)  # a frozen one may be of another dtype
         if parameter.dtype != precision.parameter:
             raise ValueError(f"the model's parameters are {parameter.dtype}, and the precision's {precision.parameter}")
         if precision.master is not None and not getattr(optimizer, "master_weights", False):
