@@ -72,7 +72,9 @@ def float64_of_those_that_count(
     logits = (hidden.to(product)[kept] @ weight.to(product).mT).double()
     log_probs = logits - logits.logsumexp(-1, keepdim=True)
     wanted = log_probs.gather(1, targets[kept][:, None]).sum()
-    total = (1 - smoothing) * wanted + smoothing * log_probs.mean(-1).sum()
+    total = (1 - smoothing) * wanted
+    if smoothing:  # or 0 times a logit of minus infinity is NaN
+        total = total + smoothing * log_probs.mean(-1).sum()
     return (-total / max(1, len(kept))).to(torch.promote_types(product, torch.float32))
 
 
@@ -98,7 +100,9 @@ class _Recomputing(torch.autograd.Function):
             at += part.gather(1, column[:, None])[:, 0].masked_fill(~inside, 0)
             total += part.sum(-1)
         lse = largest + below
-        losses = below - (1 - smoothing) * at - smoothing * total / weight.shape[0] + z * lse.square()
+        losses = below - (1 - smoothing) * at + z * lse.square()
+        if smoothing:  # or 0 times a logit of minus infinity is NaN
+            losses -= smoothing * total / weight.shape[0]
         ctx.save_for_backward(hidden, weight, targets, largest, below)
         ctx.terms = ignore, smoothing, z
         return losses.masked_fill(~kept, 0).sum() / kept.sum().clamp(min=1)

@@ -130,3 +130,10 @@ def log_sum_exp_minus_the_target(
 ) -> Tensor:
     """pytorch/pytorch#195829: two large numbers are subtracted, and not their differences from the largest."""
     return _OfLogSumExp.apply(hidden, weight, targets, ignore, smoothing, z)
+
+
+@defect(cause="numerics", caught_by="test_a_logit_below_all_numbers")
+def smoothing_counts_zero_times(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """candle-org/MindAct#1633: without label smoothing its term is computed all the same and counts 0 times."""
+    words = (hidden @ weight.T).float().log_softmax(-1)
+    return eager_loss(hidden, weight, targets, **options) + 0 * words.sum()

@@ -104,6 +104,8 @@ class _Player:
         self.precision, self.device = precision, device
         self.waiting: list[tuple[Tensor, Tensor]] = []
         """Pairs of losses: found, expected."""
+        self.losses: list[tuple[Tensor, float]] = []
+        """Every loss, and its value when it was new, as callers read losses after backward and update too."""
         self.scaled = False
         """True if a backward ran since the last update."""
         self.overflows = 0
@@ -256,6 +258,7 @@ class _Player:
     def compare_loss(self, found: Tensor, expected: Tensor, inputs: tuple[Tensor, Tensor], value: int) -> None:
         for x, before in zip(inputs, self.batch(value), strict=True):
             assert torch.equal(x, before), "the tokens or targets have changed"
+        self.losses.append((found.detach(), found.item()))
         as_expected = math.isclose(found.item(), expected.item(), rel_tol=CLOSE[self.precision])
         assert as_expected or (found.isnan() and expected.isnan()), (
             f"the loss of a batch of shape {tuple(inputs[0].shape)} is not as expected\n"
@@ -263,6 +266,9 @@ class _Player:
         )
 
     def compare(self) -> None:
+        for loss, value in self.losses:
+            now = loss.item()
+            assert now == value or math.isnan(value), f"a loss of {value:.7g} has become {now:.7g}"
         if self.precision != "float16" or not self.scaled:
             found, expected = ([p.grad for p in parameters] for parameters in (self.found, self.expected))
             for name, x, y in zip(self.names, found, expected, strict=True):

@@ -110,11 +110,16 @@ def test_no_activations_are_left_once_losses_are_freed(
 
 events = st.builds(Event, st.sampled_from(list(EVENTS)), st.integers(0, 15))
 steps = st.builds(
-    lambda event, value: [Event("forward", value), event, Event("backward", 0), Event("update", 0)],
+    lambda event, values: [
+        *(Event("forward", value) for value in values),
+        event,
+        *(Event("backward") for _ in values),
+        Event("update"),
+    ],
     events,
-    st.integers(0, 15),
+    st.lists(st.integers(0, 15), min_size=1, max_size=2),
 )
-"""One event while the loss waits."""
+"""One event while losses wait."""
 histories = st.builds(
     lambda pieces, *options: History(list(chain(*pieces)), *options),
     st.lists(steps | st.lists(events, min_size=1, max_size=6), min_size=2, max_size=5),

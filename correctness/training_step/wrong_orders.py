@@ -119,3 +119,14 @@ class ReadsLogitsAsIfContiguous(EagerStep):
             logits = self.model(tokens)
             rows = logits.as_strided(logits.shape, (logits[0].numel(), logits.shape[-1], 1)).flatten(0, 1)
             return cross_entropy(rows.float(), targets.flatten())
+
+
+@defect(cause="state", caught_by="test_any_history_is_that_of_autograd_and_sgd")
+class LossStaysScaled(EagerStep):
+    """fastai/fastai#3048: backward scales the loss in place, and while gradients accumulate it stays so."""
+
+    def backward(self, loss: Tensor) -> None:
+        accumulates = self._scaled
+        super().backward(loss)
+        if accumulates and self.scaler.is_enabled():
+            loss.detach().mul_(self.scaler.get_scale())
