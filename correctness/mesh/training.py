@@ -131,8 +131,9 @@ class Trace:
 def train(
     trainer: Any, of_step: Callable[[int], Sequence[Any]], steps: Sequence[int], max_norm: float = math.inf
 ) -> Trace:
-    """Train for these steps. Gradients and parameters are kept of the first two and of the last one."""
-    trace = Trace(max_norm)
+    """Train for these steps. Gradients and parameters are kept of the first two and of the last one. Losses and norms
+    are read after the last step, as training logs them only now and then."""
+    trace, results = Trace(max_norm), []
     kept = {*steps[:2], steps[-1]}
     for step in steps:
         given = of_step(step)
@@ -140,12 +141,11 @@ def train(
             returned = trainer.step(given)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise TypeError(f"step returned {type(returned).__name__}, not (loss, norm)")
-        loss, norm = returned
-        trace.losses.append(float(loss))
-        trace.norms.append(float(norm))
+        results.append(returned)
         if step in kept:
             trace.gradients[step] = _on_cpu(trainer.full_gradients())
             trace.parameters[step] = _on_cpu(trainer.full_parameters())
+    trace.losses, trace.norms = ([float(each[i]) for each in results] for i in range(2))
     return trace
 
 

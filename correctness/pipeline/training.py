@@ -56,16 +56,18 @@ def train_on_rank(
     dist.all_gather_object(every_rank, max(pipeline.modules), group=group)
     trained = Trained(max(every_rank) + 1)
     optimizer = SGD([p for p in parameters.values() if p.requires_grad] or [nn.Parameter(torch.zeros(1))], **OPTIONS)
+    losses = []
     for step in range(steps):
         optimizer.zero_grad()
         given = micro_batches(count, step, device, equal, kind)
         with left_as_they_are(given):
-            trained.losses.append(float(pipeline.step(*given)))
+            losses.append(pipeline.step(*given))
         if kind == "tied":
             _share_tied(pipeline.modules, trained.stages, group)
         if step == 0:
             trained.gradients = {name: p.grad.cpu().clone() for name, p in parameters.items() if p.grad is not None}
         optimizer.step()
+    trained.losses = [float(each) for each in losses]  # read late, as training logs them only now and then
     trained.parameters = {name: each.cpu() for name, each in state_of(pipeline.modules).items()}
     return trained
 

@@ -114,3 +114,13 @@ class WritesIntoTargets(Planted):
         for target in targets:
             target.clamp_(min=0)
         return total
+
+
+@defect(cause="two calls", caught_by="test_steps_are_those_of_one_process[ReturnsOneTensor-pp2-plain")
+class ReturnsOneTensor(Planted):
+    """Every step writes its loss into the tensor that the steps before it returned."""
+
+    def step(self, inputs: Sequence[Tensors], targets: Sequence[Any]) -> Tensor:
+        total = super().step(inputs, targets)
+        returned: Tensor = self.__dict__.setdefault("returned", torch.empty_like(total))
+        return returned.copy_(total)
