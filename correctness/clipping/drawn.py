@@ -116,16 +116,18 @@ def _placement(chooses: random.Random, dims: int) -> Placement:
 def clip_drawn_on_rank(
     implementation: Implementation, mesh: Mesh, examples: Sequence[Example], device: str
 ) -> list[Clipped]:
+    """Norms are read after the last clip, as training logs them only now and then."""
     on = mesh.device_mesh(torch.device(device).type)
-    return [_clip(implementation, on, example) for example in examples]
+    clipped = [_clip(implementation, on, example) for example in examples]
+    return [Clipped(norm.item(), gradients) for norm, gradients in clipped]
 
 
-def _clip(implementation: Implementation, on: DeviceMesh, example: Example) -> Clipped:
+def _clip(implementation: Implementation, on: DeviceMesh, example: Example) -> tuple[Tensor, list[Tensor]]:
     parameters = [draw.on(on) for draw in example.draws]
     norm = full(implementation.watched(parameters, example.max_norm, example.norm_type))
     for draw, parameter in zip(example.draws, parameters, strict=True):
         assert (parameter.grad is None) == draw.missing, f"a gradient came or went: {draw}"
-    return Clipped(norm.item(), [full(p.grad).detach().cpu() for p in parameters if p.grad is not None])
+    return norm, [full(p.grad).detach().cpu() for p in parameters if p.grad is not None]
 
 
 def _sums(draw: Draw) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -92,6 +93,17 @@ class LeavesOutWhatIsNoDTensor(ByEach):
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         return [g for g in super().gradients(parameters) if isinstance(g, DTensor)]
+
+
+@defect(cause="two calls", caught_by="test_gradients_of_all_kinds_count_once")
+class ReturnsOneTensor(ByEach):
+    """Every call writes its norm into the tensor that the calls before it returned."""
+
+    returned: ClassVar[dict[torch.dtype, Tensor]] = {}
+
+    def __call__(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        norm = super().__call__(parameters, max_norm, norm_type)
+        return self.returned.setdefault(norm.dtype, torch.empty_like(norm)).copy_(norm)
 
 
 @defect(cause="numerics", caught_by="test_in_few_bits[SquaresInTheirOwnDtype")

@@ -22,7 +22,8 @@ class Clip(Protocol):
     Must:
 
     - The norm is that of all gradients before clipping, each counted once: of type 1 or more, or infinity. It is
-      returned whole, as a tensor () or a DTensor of one, and is the same to the bit on every rank.
+      returned whole, as a tensor () or a DTensor of one, which later calls leave as it is, and is the same to the bit
+      on every rank.
     - Gradients are scaled by `max_norm / (norm + 1e-6)` where that is below 1, and otherwise keep their bits. All may
       be zeros, and `max_norm` may be 0 or infinity.
     - A gradient that is not finite gives a norm that is not, on every rank.
