@@ -53,8 +53,7 @@ class _SumToFirst(torch.autograd.Function):
 
 @defect(cause="shapes", caught_by="test_takes_non_contiguous_inputs")
 def one_for_all_heads_gets_the_sum(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """meta-pytorch/MSLK#467: of keys and values that are expanded over heads, the first head gets the gradients of
-    all."""
+    """Where keys and values are expanded over heads, the first head gets the gradients of all."""
     check_inputs(q, k, v)
     if k.ndim > 2 and k.shape[-3] > 1 and k.stride(-3) == v.stride(-3) == 0:
         k, v = _SumToFirst.apply(k), _SumToFirst.apply(v)

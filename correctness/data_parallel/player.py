@@ -74,8 +74,9 @@ class Wrapper:
         """Checksums of bits that must be equal on all ranks of the group."""
         self.wrong: list[str] = []
         narrow = setting.options.get("reduce_dtype")
-        of = [k.dtype if k.dtype.is_floating_point else torch.float32 for k in setting.kinds]  # the others have none
-        self.gradients = [Gradients(dtype, _narrower(dtype, narrow), len(self.members)) for dtype in of]
+        # Integers have no gradients.
+        dtypes = [k.dtype if k.dtype.is_floating_point else torch.float32 for k in setting.kinds]
+        self.gradients = [Gradients(dtype, _narrower(dtype, narrow), len(self.members)) for dtype in dtypes]
 
     def do(self, event: Event) -> None:
         name, inside = event.name, bool(self.contexts)

@@ -12,8 +12,8 @@ from correctness.engine.histories import one_in
 
 SHAPES = [(), (1,), (3,), (0, 3), (4, 3), (5, 2, 3), (97,), (17, 9)]
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
-OF_FROZEN = [*DTYPES, torch.int8, torch.uint8, torch.int64]
-"""Frozen weights may be whole numbers, as those of 8 bits are."""
+FROZEN_DTYPES = [*DTYPES, torch.int8, torch.uint8, torch.int64]
+"""Quantized weights are integers."""
 LAYOUTS = ["contiguous", "contiguous", "transposed", "in the middle of a larger one"]
 
 
@@ -43,7 +43,7 @@ def kinds(draw: st.DrawFn, ranks: int, *, gaps: bool, vary_strides: bool, narrow
     every = [*LAYOUTS, "strided"] if gaps else LAYOUTS
     for i in range(draw(st.integers(2, 8))):
         frozen = i > 1 and draw(one_in(5))
-        dtype = draw(st.sampled_from(OF_FROZEN if frozen else DTYPES))
+        dtype = draw(st.sampled_from(FROZEN_DTYPES if frozen else DTYPES))
         largest = {torch.float64: 300, torch.float16: 6}.get(dtype, 60)
         layouts = [draw(st.sampled_from(every))] * ranks
         if vary_strides and draw(one_in(3)):

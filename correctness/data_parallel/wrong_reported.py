@@ -30,8 +30,7 @@ class InnerNoSyncSwitchesOn(Plain):
 
 @defect(cause="errors", caught_by="test_any_history_averages_gradients")
 class MakesParametersAgain(Plain):
-    """pytorch/pytorch#32018: each parameter is made again as `nn.Parameter`, which refuses whole numbers that would
-    need a gradient, as those of a frozen weight of 8 bits."""
+    """pytorch/pytorch#32018: calls nn.Parameter without requires_grad=False, which raises for an integer parameter."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)

@@ -20,17 +20,15 @@ def any_strides_of_rows(x: Tensor) -> Tensor:
 
 
 def _expanded(x: Tensor, dim: int) -> Tensor:
-    """The first part along a dimension before the last one stands for all; unchanged without that dimension."""
-    there = x.ndim > 1 and x.ndim >= -dim
-    return x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x) if there else x
+    """Index 0 along `dim`, expanded: its stride is 0."""
+    return x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x)
 
 
 EXPANDED: dict[str, Callable[[Tensor], Tensor]] = {
-    "one_for_all_rows": lambda x: _expanded(x, -2),
-    "one_for_all_heads": lambda x: _expanded(x, -3),
-    "one_for_all_sequences": lambda x: _expanded(x, 0),
+    "one_for_all_rows": lambda x: _expanded(x, -2) if x.ndim > 1 else x,
+    "one_for_all_heads": lambda x: _expanded(x, -3) if x.ndim > 2 else x,
+    "one_for_all_sequences": lambda x: _expanded(x, 0) if x.ndim > 3 else x,
 }
-"""One row, or all of a head's, or of a sequence's, in memory: a stride of 0, as `expand` makes it."""
 
 
 def alike_and_each_its_own(how: str, layouts: Sequence[str], number: int = 4) -> list[list[str]]:

@@ -83,17 +83,17 @@ class Deep(nn.Module):
 
 
 class Quantized(nn.Module):
-    """A frozen weight in whole numbers of 8 bits, and a trainable scale of each row, beside a trainable layer."""
+    """A frozen int8 weight, and a trainable scale of each row, beside a trainable layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(DIM, 2 * DIM)
-        self.whole = nn.Parameter(torch.randint(-127, 128, (2 * DIM, DIM), dtype=torch.int8), requires_grad=False)
+        self.quantized = nn.Parameter(torch.randint(-127, 128, (2 * DIM, DIM), dtype=torch.int8), requires_grad=False)
         self.scale = nn.Parameter(torch.rand(2 * DIM) / 127)
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, DIM) -> (rows, 2 DIM)."""
-        return self.layer(x) + x @ self.whole.to(x.dtype).T * self.scale
+        return self.layer(x) + x @ self.quantized.to(x.dtype).T * self.scale
 
 
 ODD_MODULES = {

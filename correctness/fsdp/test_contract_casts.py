@@ -143,7 +143,7 @@ def passed_on_rank(implementation: Implementation, compute: torch.dtype | None, 
 
 
 class Either(nn.Module):
-    """Two weights, of which a call uses one, of one module: however modules become units, they are in one unit."""
+    """Two weights of one module, so that they are always in one unit; a call uses one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -161,7 +161,7 @@ def test_tied_parameters_stay_one(implementation: Implementation, kind: type[nn.
     if problem := parameters_as_expected("at the start, the gathered", model, plain, tolerance=0):
         return problem
     for step in range(2):
-        for p in (*model.parameters(), *plain.parameters()):
+        for p in (*model.parameters(), *plain.parameters()):  # a wrapper need not have zero_grad()
             p.grad = None
         whole_backward(plain, step, device)
         synchronized_backward(model, step, device)

@@ -37,28 +37,28 @@ def test_what_is_added_to_every_logit_changes_nothing(
 
 
 @pytest.mark.parametrize(("dtype", "lowest"), [(torch.float32, -3e38), (torch.float16, -3e4)], ids=str)
-def test_a_logit_below_all_numbers_is_of_a_word_that_is_never_expected(
+def test_a_logit_of_minus_infinity_adds_nothing(
     implementation: Implementation,
     dtype: torch.dtype,
     lowest: float,
     device: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    """It is minus infinity in that dtype, its exponential 0, and all is as without the word. The logit itself, counted
-    0 times, would be NaN."""
+    """The product overflows in that dtype: all is as without the word. 0 times the logit would be NaN."""
     inputs = random_inputs(40, 16, 31, device, dtype)
     inputs.targets[inputs.targets == 0] = 1
     inputs.hidden[:, 0], inputs.weight[:, 0], inputs.weight[0, 0] = 4.0, 0.0, lowest
-    if implementation.spec == "linear_cross_entropy" and dtype == torch.float32:
+    # On a CPU it sums float16 in float32, which holds that logit.
+    if implementation.spec == "linear_cross_entropy" and (device, dtype) == ("cpu", torch.float32):
         why = "an ignored target's loss is that of word 0, times 0: docs/pytorch-defects.md"
         request.applymarker(pytest.mark.xfail(reason=why, strict=True))
-    found = results(implementation.watched, inputs)
+    found, share = results(implementation.watched, inputs), 1e-5 if dtype == torch.float32 else 0.02
     others = replace(
         inputs, weight=inputs.weight[1:], targets=torch.where(inputs.targets < 0, -100, inputs.targets - 1)
     )
     wanted = results(eager_loss, others.to(torch.float64))
     wanted["grad_weight"] = pad(wanted["grad_weight"], (0, 0, 1, 0))
-    assert_near(found, wanted, f"with a logit of {4 * lowest:g} for the first word", 0.02)
+    assert_near(found, wanted, f"with a logit of {4 * lowest:g} for the first word", share)
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}], ids=["plain", "smoothed"])

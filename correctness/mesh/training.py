@@ -145,7 +145,8 @@ def train(
         if step in kept:
             trace.gradients[step] = _on_cpu(trainer.full_gradients())
             trace.parameters[step] = _on_cpu(trainer.full_parameters())
-    trace.losses, trace.norms = ([float(each[i]) for each in results] for i in range(2))
+    trace.losses = [float(loss) for loss, _ in results]
+    trace.norms = [float(norm) for _, norm in results]
     return trace
 
 

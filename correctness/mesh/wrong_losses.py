@@ -66,6 +66,16 @@ class CountsTheWholeWorld(Manual):
         return self.over(super().tokens(batches), ("tp",))
 
 
+@defect(cause="two calls", caught_by="dp2-plain]")
+class ReturnsOneTensor(Manual):
+    """Every step writes its loss and norm into the tensors that the steps before it returned."""
+
+    def step(self, batches: Batches) -> Any:
+        values = torch.tensor(super().step(batches), dtype=torch.float64)
+        returned: Tensor = self.__dict__.setdefault("returned", torch.empty_like(values))
+        return tuple(returned.copy_(values))
+
+
 @defect(cause="options", caught_by="dp2-plain]")
 class ReportsByItsOwnCount(Manual):
     """NVIDIA-BioNeMo/bionemo-recipes#900: sums of losses are reduced, and the counts they are divided by are not."""

@@ -17,8 +17,8 @@ LOADS = {
 }
 Sizes = tuple[float | None, ...]
 LAYOUTS = ("contiguous", "transposed", "apart", "channels_last")
-MODES = ("gradients", "no_grad", "default dtype bfloat16", "default dtype float64")
-"""Modes of `correctness.engine.calls` in which callers make optimizers and step."""
+OF_HISTORIES = ("gradients", "no_grad", "default dtype bfloat16", "default dtype float64")
+"""Modes of `correctness.engine.calls.MODES` in which callers make optimizers and step."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class History:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the optimizer."""
     mode: str = "gradients"
-    """The whole history happens in it, one of `MODES`."""
+    """The whole history happens in it, one of `OF_HISTORIES`."""
 
     def __str__(self) -> str:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
@@ -134,6 +134,6 @@ def histories(
         events=st.lists(events, min_size=1, max_size=6),
         added=st.integers(0, 3),
         layout=st.sampled_from(layouts),
-        mode=st.sampled_from(MODES),
+        mode=st.sampled_from(OF_HISTORIES),
         **parts,
     )

@@ -96,15 +96,15 @@ def test_params_may_be_any_iterable(implementation: Implementation, device: str)
         assert_all_near(run(implementation.watched(given), grads), expected)
 
 
-def test_a_frozen_weight_of_whole_numbers_stays(implementation: Implementation, device: str) -> None:
-    """As `model.parameters()` has it where a frozen layer keeps its weight in 8 bits."""
-    start, whole = tensors(device), torch.arange(-5, 6, dtype=torch.int8, device=device)
-    params, before, grads = leaves(start), whole.clone(), gradients(start, 2)
-    optimizer = implementation.watched([*params[:2], whole, *params[2:]], lr=0.1)
+def test_a_frozen_weight_of_integers_stays(implementation: Implementation, device: str) -> None:
+    """As `model.parameters()` has it where a frozen layer is quantized."""
+    start, integers = tensors(device), torch.arange(-5, 6, dtype=torch.int8, device=device)
+    params, before, grads = leaves(start), integers.clone(), gradients(start, 2)
+    optimizer = implementation.watched([*params[:2], integers, *params[2:]], lr=0.1)
     for step in grads:
         for p, grad in zip(params, step, strict=True):
             p.grad = grad.clone()
         optimizer.step()
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert torch.equal(whole, before), f"it has changed to {whole.tolist()}"
+    assert torch.equal(integers, before), f"it has changed to {integers.tolist()}"
     assert_all_near(params, train(AdamW, start, grads, lr=0.1))

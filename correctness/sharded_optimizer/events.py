@@ -180,9 +180,9 @@ def _some(n: int, odds: int) -> SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def histories(draw: DrawFn, most: int = 9, torchs: bool = False) -> History:
-    """Draw groups, of which one has parameters. `torchs` leaves out what ZeroRedundancyOptimizer does wrong: parameters
-    frozen between backward and step, and a group that is not stepped as soon as it is added."""
+def histories(draw: DrawFn, most: int = 9, zero_redundancy: bool = False) -> History:
+    """Draw groups, of which one has parameters. `zero_redundancy` leaves out what torch's does wrong: parameters frozen
+    between backward and step, and a group that is not stepped as soon as it is added."""
     optimizer, defaults = draw(st.sampled_from(list(DRAWN.values())))
     values = {"lr": [0.0, 0.01, 0.3], "weight_decay": [0.0, 0.2], **OWN_OPTIONS[optimizer]}
     options = st.fixed_dictionaries({}, optional={name: st.sampled_from(each) for name, each in values.items()})
@@ -192,7 +192,7 @@ def histories(draw: DrawFn, most: int = 9, torchs: bool = False) -> History:
         st.builds(Group, shapes, st.just({}) | options, _some(4, 5), transposed, st.booleans())
         for shapes in (st.lists(st.sampled_from(SHAPES), min_size=n, max_size=4) for n in (0, 1))
     )
-    frozen = st.just(()) if torchs else st.just(()) | st.just(()) | _some(8, 3)
+    frozen = st.just(()) if zero_redundancy else st.just(()) | st.just(()) | _some(8, 3)
     steps = st.builds(Step, _some(6, 5), one_in(3), frozen, transposed)
     changes = st.builds(Change, st.integers(0, 2), options)
     rare = [st.builds(Add, groups), st.just(Reload()), st.just(Save()), st.just(Restore())]
@@ -202,7 +202,7 @@ def histories(draw: DrawFn, most: int = 9, torchs: bool = False) -> History:
     dtypes = [[wide], [half], [half, wide]] if optimizer is Wide else [[wide], [wide, torch.float32]]
     in_groups = draw(one_in(3))
     events = events_of(draw, most, lambda: draw(draw(st.sampled_from(kinds))))
-    events = list(chain(*([each, Step()] if torchs and isinstance(each, Add) else [each] for each in events)))
+    events = list(chain(*([each, Step()] if zero_redundancy and isinstance(each, Add) else [each] for each in events)))
     events += [*draw(st.sampled_from(ENDS)), *[Reload(), Step()] * in_groups, Save()]
     first = [draw(filled), *draw(st.lists(groups, max_size=2))][:: draw(st.sampled_from([1, -1]))]
     return History(

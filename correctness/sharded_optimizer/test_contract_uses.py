@@ -113,8 +113,9 @@ def options_on_rank(implementation: Implementation, device: str) -> str:
     optimizer.add_param_group({"params": parameters(device, (4, 3))})
     everywhere = {"param_groups": optimizer.param_groups, "state_dict()": optimizer.state_dict()["param_groups"]}
     for where, groups in everywhere.items():
-        if lacking := groups[0].keys() - groups[1].keys():
-            return f"an added group has in {where} no {min(lacking)!r}, expected SGD's default"
+        first, added = ({name: x for name, x in each.items() if name != "params"} for each in groups)
+        if first != added:
+            return f"an added group has in {where} {added}, expected {first}"
     return ""
 
 

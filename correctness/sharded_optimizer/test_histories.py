@@ -16,5 +16,5 @@ from shardmark.ranks.world import World
 def test_any_history_is_as_without_sharding(
     implementation: Implementation, world: World, examples: int, device: str
 ) -> None:
-    torchs = implementation.spec == "zero_redundancy"  # which fails where that is asked alone
-    hold_on_ranks(world, histories(torchs=torchs), Beside, implementation, device, examples)
+    known = implementation.spec == "zero_redundancy"  # which fails where that is asked alone
+    hold_on_ranks(world, histories(zero_redundancy=known), Beside, implementation, device, examples)

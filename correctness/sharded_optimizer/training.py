@@ -23,13 +23,13 @@ class Group:
     frozen: tuple[int, ...] = ()
     transposed: bool = False
     """Parameters with two or more dimensions are not contiguous."""
-    whole: bool = False
-    """Frozen parameters are whole numbers of 8 bits, which stay frozen."""
+    integers: bool = False
+    """Frozen parameters are int8, as quantized weights are, and stay frozen."""
 
     def __str__(self) -> str:
         said = [f"parameters {', '.join(map(str, self.shapes))}", listed(self.options)]
         said += [f"frozen {list(self.frozen)}"] if self.frozen else []
-        said[-1] += " in whole numbers" * bool(self.frozen and self.whole)
+        said[-1] += " in int8" * bool(self.frozen and self.integers)
         return f"({' with '.join(filter(None, said))}{', transposed' * self.transposed})"
 
 
@@ -100,7 +100,7 @@ class Training:
             dtype = self.history.dtypes[(len(self.parameters) + i) % len(self.history.dtypes)]
             dtype = exact() if dtype == torch.float64 else dtype
             values = torch.randn(shape, generator=self.draw, dtype=torch.float64).to(self.device, dtype)
-            values = (40 * values).to(torch.int8) if group.whole and i in group.frozen else values
+            values = (40 * values).clamp(-127, 127).to(torch.int8) if group.integers and i in group.frozen else values
             values = _transposed(values) if group.transposed else values
             params.append(nn.Parameter(values, requires_grad=i not in group.frozen))
         self.group_of += [max(self.group_of, default=-1) + 1] * len(params)

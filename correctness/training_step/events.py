@@ -70,13 +70,10 @@ class History:
     """Kind of the model, see `moody_model`."""
     twice: bool = False
     """A second step with its own model plays each event too, with other batches."""
-    optimizer: str = "sgd"
-    """One of `OPTIMIZERS`."""
 
     def __str__(self) -> str:
         frozen = f"parameters {', '.join(map(str, self.frozen))} frozen" if self.frozen else ""
-        said = [f"a {self.kind} model with {self.optimizer}", frozen, "two steps in turn" if self.twice else ""]
-        return ", ".join(filter(None, said))
+        return ", ".join(filter(None, [f"a {self.kind} model", frozen, "two steps in turn" if self.twice else ""]))
 
 
 def problem_of(implementation: Implementation, history: History, precision: str, device: str) -> Problem | None:
@@ -113,7 +110,7 @@ class _Player:
         parameters = list(model.parameters())
         for i in history.frozen:
             parameters[i % len(parameters)].requires_grad_(False)
-        self.of = setting(implementation, device, precision, model, True, history.optimizer, **OPTIONS)
+        self.of = setting(implementation, device, precision, model, all_parameters=True, **OPTIONS)
         self.wide = copy.deepcopy(self.of.model).double()
         self.names = [name for name, _ in self.wide.named_parameters()]
         self.found, self.expected = (list(each.parameters()) for each in (self.of.model, self.wide))
@@ -268,7 +265,9 @@ class _Player:
     def compare(self) -> None:
         for loss, value in self.losses:
             now = loss.item()
-            assert now == value or math.isnan(value), f"a loss of {value:.7g} has become {now:.7g}"
+            assert now == value or (math.isnan(now) and math.isnan(value)), (
+                f"a loss of {value:.7g} has become {now:.7g}"
+            )
         if self.precision != "float16" or not self.scaled:
             found, expected = ([p.grad for p in parameters] for parameters in (self.found, self.expected))
             for name, x, y in zip(self.names, found, expected, strict=True):

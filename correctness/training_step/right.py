@@ -22,7 +22,7 @@ class ByHand:
     scale = 2.0**10
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
-        if any(p.dtype != precision.parameter for p in model.parameters()):
+        if any(p.dtype != precision.parameter for p in model.parameters() if p.requires_grad):
             raise ValueError("wrong dtype")
         self.model, self.optimizer, self.precision = model, optimizer, precision
         self.scaled = precision.compute == torch.float16
@@ -81,6 +81,22 @@ class LossInChunks(EagerStep):
             for x, y in zip(logits, targets.flatten(), strict=True)
         ]
         return torch.stack(losses).sum() / (targets != -100).sum()
+
+
+@right("an optimizer that unscales gradients itself gets them scaled; they are unscaled once it has stepped")
+class LeavesUnscaling(EagerStep):
+    def update(self) -> None:
+        scale, scaled = self.scaler.get_scale(), self._scaled
+        unscales = scaled and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        if not (unscales and self._gradients()):
+            super().update()
+            return
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self._scaled = False
+        torch._foreach_mul_(self._gradients(), 1 / scale)
+        if self.scaler.get_scale() < scale:
+            warnings.warn("overflow", RuntimeWarning, stacklevel=2)
 
 
 @right("a function that makes it")

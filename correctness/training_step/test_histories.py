@@ -14,7 +14,6 @@ from correctness.engine.histories import Problem, hold, report
 from correctness.training_step.events import EVENTS, OPTIONS, Event, History, problem_of
 from correctness.training_step.models import KINDS
 from correctness.training_step.stepping import (
-    OPTIMIZERS,
     assert_gradients,
     batch,
     setting,
@@ -126,7 +125,6 @@ histories = st.builds(
     st.lists(st.integers(0, 11), max_size=2),
     st.sampled_from(KINDS),
     st.sampled_from([False, False, True]),
-    st.sampled_from(list(OPTIMIZERS)),
 )
 
 

@@ -73,23 +73,6 @@ def test_a_model_or_optimizer_that_does_not_fit_is_one_line(optimizer: Any, prec
         EagerStep(model, optimizer(model.parameters()), precision=precision)
 
 
-class _Quantized(nn.Module):
-    """A frozen weight of whole numbers comes before the trainable one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.whole = nn.Parameter(torch.arange(49, dtype=torch.int8).reshape(7, 7), requires_grad=False)
-        self.words = nn.Embedding(7, 7)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens) @ self.whole.float()
-
-
-def test_a_frozen_weight_may_be_of_whole_numbers() -> None:
-    model = _Quantized()
-    EagerStep(model, torch.optim.SGD(model.parameters(), lr=0.1))(*_batch("cpu"))
-
-
 def test_a_target_that_the_vocabulary_does_not_have_is_one_line() -> None:
     model = nn.Embedding(7, 7)
     tokens, targets = _batch("cpu")

@@ -19,12 +19,13 @@ pytestmark = pytest.mark.family("training_step")
 def test_frozen_parameters_stay_and_those_that_are_not_used(implementation: Implementation, device: str) -> None:
     model = MLPLanguageModel(SIZE)
     model.embedding.requires_grad_(False)
+    model.integers = nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)  # as a quantized weight
     model.unused = nn.Parameter(torch.ones(3))
     of = setting(implementation, device, model=model, lr=0.1)
     before = values(of.model)
     of.step(of.tokens, of.targets)
     assert not model.embedding.weight.requires_grad, "embedding.weight was frozen, and is trainable after a step"
-    for name in ("embedding.weight", "unused"):
+    for name in ("embedding.weight", "integers", "unused"):
         p = model.get_parameter(name)
         assert torch.equal(p, before[name]), f"{name} has changed"
         assert p.grad is None or not p.grad.any(), f"{name} has a gradient"

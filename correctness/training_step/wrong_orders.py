@@ -123,10 +123,15 @@ class ReadsLogitsAsIfContiguous(EagerStep):
 
 @defect(cause="state", caught_by="test_any_history_is_that_of_autograd_and_sgd")
 class LossStaysScaled(EagerStep):
-    """fastai/fastai#3048: backward scales the loss in place, and while gradients accumulate it stays so."""
+    """fastai/fastai#3048: the loss is scaled in place, and while gradients accumulate only the last one is unscaled."""
 
     def backward(self, loss: Tensor) -> None:
-        accumulates = self._scaled
         super().backward(loss)
-        if accumulates and self.scaler.is_enabled():
-            loss.detach().mul_(self.scaler.get_scale())
+        if self.scaler.is_enabled():
+            self.last = loss.detach(), self.scaler.get_scale()
+            self.last[0].mul_(self.last[1])
+
+    def update(self) -> None:
+        super().update()
+        if last := self.__dict__.pop("last", None):
+            last[0].div_(last[1])

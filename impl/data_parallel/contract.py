@@ -32,7 +32,7 @@ class DataParallelWrapper(Protocol):
       recomputed in backward. Sparse gradients, and parts that are recomputed in passes of their own (`use_reentrant`),
       may be an error. An error in a forward pass leaves nothing behind.
     - A gradient that a rank lacks counts as zero; if no rank has one, `.grad` is None or zeros. Frozen parameters have
-      none, and tied ones one.
+      none and may be of integers; tied ones have one.
     - Inside `no_sync()` gradients stay local, are not communicated, and count in the next average. An error ends it as
       the end of its block does.
     - Ranks outside of the process group take no part; several wrappers do not disturb one another.

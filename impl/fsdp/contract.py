@@ -32,8 +32,8 @@ class FullySharded(Protocol):
     - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
       shard's `.grad`, of its shape and dtype, is this rank's part of the average over the ranks. A gradient missing on
       a rank counts as zero, unless parameters are DTensors, which are reduced one by one; one missing on all is zero or
-      None. Gradients add up until they are set to None, each to what the user left of it. Frozen parameters have none;
-      tied ones stay one.
+      None. Gradients add up until they are set to None, each to what the user left of it. Frozen parameters have none,
+      and may be of integers; tied ones stay one.
     - Several forwards may precede their backwards, a forward may have no backward, and evaluation may come at any time,
       in inference mode too.
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
@@ -112,6 +112,13 @@ ODD_PARAMETERS: dict[str, Callable[[Tensor], bool]] = {
 }
 
 
+INTEGERS = "parameters of integers"
+
+
+def has_integers(module: nn.Module) -> bool:
+    return not all(p.is_floating_point() or p.is_complex() for p in module.parameters())
+
+
 def _has(kind: str, module: nn.Module, **_: Any) -> str | None:
     return kind if any(map(ODD_PARAMETERS[kind], module.parameters())) else None
 
@@ -132,6 +139,7 @@ FAMILY = add_family(
             ),
             Refusable(TIED, lambda module, **_: TIED if _has_tied_parameters(module) else None),
             *(Refusable(kind, partial(_has, kind)) for kind in ODD_PARAMETERS),
+            Refusable(INTEGERS, lambda module, **_: INTEGERS if has_integers(module) else None),
             Refusable("cpu_offload", lambda *_, cpu_offload=False, **__: "cpu_offload" if cpu_offload else None),
         ),
         memory=sharded_peak,

@@ -22,9 +22,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.torch_version import TorchVersion
 
 from impl.distributed import PlainStateDict, broadcast_state, check_same_module
-from impl.fsdp.contract import ODD_PARAMETERS, Facts
+from impl.fsdp.contract import ODD_PARAMETERS, Facts, has_integers
 from impl.fsdp.dtensors import DTensorModel
 from impl.fsdp.split_into_units import shared_between
 from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_unsharded, choose_units, mark_sharded
@@ -51,6 +52,9 @@ class TorchFSDP2(DTensorModel):
         hybrid: bool = False,
     ) -> None:
         super().__init__()
+        if has_integers(module) and TorchVersion(torch.__version__) < "2.13":
+            # It made each parameter again as one that needs a gradient: pytorch/pytorch#177844.
+            raise Unsupported("PyTorch's FSDP2 takes no parameters of integers before torch 2.13")
         units = synchronized_units(module, wrap, process_group)
         own = next(module.parameters()).device
         device, pins = own.type, has_device_memory(own)

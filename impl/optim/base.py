@@ -125,7 +125,7 @@ class AdamWBase(MasterWeights):
             raise ValueError(f"betas are two numbers from 0 to below 1, got {betas!r}")
         first = next((p for g in self.param_groups for p in g["params"]), None)
         for p in group["params"]:
-            if p.dtype not in FLOATS and (p.is_floating_point() or p.is_complex()):  # whole numbers have no gradients
+            if p.dtype not in FLOATS and (p.is_floating_point() or p.is_complex()):  # integers have no gradients
                 raise ValueError(f"AdamW takes float64, float32, bfloat16 and float16 parameters, got {p.dtype}")
             if first is not None and p.device != first.device:
                 raise ValueError(f"AdamW takes parameters on one device, got {first.device} and {p.device}")

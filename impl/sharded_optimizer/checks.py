@@ -68,7 +68,7 @@ def check_averaged(
     every_rank = own.new_empty(dist.get_world_size(process_group), 3)
     collectives.all_gather(every_rank.flatten(), own, process_group)
     same_norm = torch.allclose(every_rank[:, :2], every_rank[0, :2], rtol=1e-6, atol=0, equal_nan=True)
-    inexact = [p.dtype for p in parameters if p.is_floating_point() or p.is_complex()]  # frozen ones may be whole
+    inexact = [p.dtype for p in parameters if p.is_floating_point() or p.is_complex()]  # frozen ones may be integers
     rounding = max([1e-6, *(torch.finfo(dtype).eps for dtype in inexact)])
     if same_norm and torch.allclose(every_rank[:, 2], every_rank[0, 2], rtol=0, atol=rounding, equal_nan=True):
         return

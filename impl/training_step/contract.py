@@ -17,16 +17,16 @@ from shardmark.api import Family, Race, Refusable, RegistryError, add_family
 class TrainingStep(Protocol):
     """`Step(model, optimizer, *, precision=Precision())`: forward, backward and update, separately or in one call.
 
-    `model` maps tokens (batch, context) to logits (batch, context, vocab), and its parameters have the precision's
-    dtype; `optimizer` updates those parameters. Tokens and targets are int64 (batch, context), of another shape and of
-    other strides in each call if the caller likes, as `ids[:, 1:]` is. The model may be any: a position's logits may
-    depend on all of the batch, and it may draw random numbers.
+    `model` maps tokens (batch, context) to logits (batch, context, vocab), and its trainable parameters have the
+    precision's dtype; `optimizer` updates those parameters. Tokens and targets are int64 (batch, context), of another
+    shape and of other strides in each call if the caller likes, as `ids[:, 1:]` is. The model may be any: a position's
+    logits may depend on all of the batch, and it may draw random numbers.
 
     Must:
 
     - The loss is the mean cross entropy of all targets but -100, of the whole batch at once: a float32 scalar, as
       accurate as that given the logits, whatever their dtype. Products are in the precision's compute dtype, backward's
-      too. Gradients are those of the loss's own random draws.
+      too. Gradients are those of the loss's own random draws. A loss keeps its value, whatever is called after it.
     - Gradients accumulate unscaled in `.grad` until the caller sets them to None. Several losses may wait for their
       backward. Each `update` is one step of the optimizer on the current `.grad`, with its current options.
     - Parameters may be frozen and unfrozen while no loss waits. No part of a step changes a module's mode, or a

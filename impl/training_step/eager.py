@@ -45,9 +45,9 @@ class EagerStep:
         self.optimizer = optimizer
         self.precision = precision
         self._loss = loss
-        parameter = min(model.parameters(), key=lambda p: not p.requires_grad)  # a frozen one may be of another dtype
-        if parameter.dtype != precision.parameter:
-            raise ValueError(f"the model's parameters are {parameter.dtype}, and the precision's {precision.parameter}")
+        for p in model.parameters():
+            if p.requires_grad and p.dtype != precision.parameter:
+                raise ValueError(f"the model's parameters are {p.dtype}, and the precision's {precision.parameter}")
         if precision.master is not None and not getattr(optimizer, "master_weights", False):
             raise ValueError(
                 f"master weights are the optimizer's to keep, and {type(optimizer).__name__} keeps none: impl.optim's "
@@ -58,7 +58,7 @@ class EagerStep:
                 f"float16 parameters need an optimizer that unscales their gradients itself, as FusedAdamW does; "
                 f"{type(optimizer).__name__} does not"
             )
-        self.device = parameter.device.type
+        self.device = next(model.parameters()).device.type
         self.scaler = precision.scaler(self.device)
         self._scaled = False
         """True if `.grad` holds scaled gradients: a backward ran since the last update."""
