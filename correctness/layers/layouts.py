@@ -23,7 +23,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "any_strides_of_rows": any_strides_of_rows,
 }
 OF_GRADIENTS = LAYOUTS | {"one_number_for_all": lambda x: x.flatten()[0].expand_as(x)}
-"""The last one is the gradient that a sum or a mean gives."""
+"""`one_number_for_all` is the gradient that backward of a sum or a mean gives: every stride is 0."""
 
 
 def laid_out(inputs: Inputs, arguments: Sequence[str] = (), grads: Sequence[str] = ()) -> Inputs:

@@ -32,7 +32,7 @@ class Setting:
 
 
 class UnscalingSGD(torch.optim.SGD):
-    """SGD to which a gradient scaler leaves scaled gradients and steps to skip, as it does to fused optimizers.
+    """SGD that unscales its gradients and skips a step that overflows itself, as fused optimizers do for a GradScaler.
 
     torch's own fused SGD begins with garbage if its first step is skipped: docs/pytorch-defects.md.
     """
@@ -50,11 +50,12 @@ class UnscalingSGD(torch.optim.SGD):
             vars(self).update(given)
 
     def _unscaled_step(self, scale: Tensor | None, closure: Any) -> Any:
+        if scale is None:
+            return super().step(closure)
         having = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         own = [p.grad for p in having]
-        if scale is not None:
-            for p in having:
-                p.grad = p.grad / scale
+        for p in having:
+            p.grad = p.grad / scale
         result = super().step(closure)
         for p, grad in zip(having, own, strict=True):
             p.grad = grad

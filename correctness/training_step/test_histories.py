@@ -118,7 +118,7 @@ steps = st.builds(
     events,
     st.lists(st.integers(0, 15), min_size=1, max_size=2),
 )
-"""One event while losses wait."""
+"""A step on one batch or two, with another event between the forward passes and their backward passes."""
 histories = st.builds(
     lambda pieces, *options: History(list(chain(*pieces)), *options),
     st.lists(steps | st.lists(events, min_size=1, max_size=6), min_size=2, max_size=5),

@@ -116,6 +116,7 @@ INTEGERS = "parameters of integers"
 
 
 def has_integers(module: nn.Module) -> bool:
+    """Whether any parameter is of integers, which PyTorch's FSDP2 takes from torch 2.13 on."""
     return not all(p.is_floating_point() or p.is_complex() for p in module.parameters())
 
 
