@@ -73,9 +73,11 @@ class Wrapper:
         self.bits: list[tuple[str, dict[str, int]]] = []
         """Checksums of bits that must be equal on all ranks of the group."""
         self.wrong: list[str] = []
+        self.returned: list[tuple[Tensor, Tensor]] = []
+        """Losses that forward passes have returned, and copies: users read them late."""
         narrow = setting.options.get("reduce_dtype")
         # Integers have no gradients.
-        dtypes = [k.dtype if k.dtype.is_floating_point else torch.float32 for k in setting.kinds]
+        dtypes = [k.dtype if k.dtype.is_floating_point or k.dtype.is_complex else torch.float32 for k in setting.kinds]
         self.gradients = [Gradients(dtype, _narrower(dtype, narrow), len(self.members)) for dtype in dtypes]
 
     def do(self, event: Event) -> None:
@@ -163,9 +165,12 @@ class Wrapper:
         given = [None if weight is None else weight.to(self.device) for weight in weights]
         seen = event.draw(dist.get_rank(), pass_).randrange(100)
         loss = self.model(given, order=order, seen=seen)
+        self.returned.append((loss, loss.detach().clone()))
         for name, buffer in self.buffers.items():
-            value = buffer + 1 if name.endswith("calls") else torch.full_like(buffer, seen)
-            self.buffers[name] = value
+            if name.endswith("calls"):
+                self.buffers[name] = buffer + 1
+            elif not name.endswith(("mask", "turns")):
+                self.buffers[name] = torch.full_like(buffer, seen)
         if any(
             not torch.equal(a.cpu(), b)
             for a, b in zip(given, weights, strict=True)
@@ -255,13 +260,15 @@ class Wrapper:
     def look(self) -> list[str]:
         """Return what is wrong now. Gradients are undefined between backward and `finish`."""
         wrong, self.wrong = self.wrong, []
+        if any(not torch.equal(loss.nan_to_num(), copy.nan_to_num()) for loss, copy in self.returned):
+            wrong.append("what an earlier forward pass returned is another number now")
         states = [("parameter", self.parameters, self._state(self.module.named_parameters()))]
         if not self.limits.plain:
             states.append(("buffer", self.buffers, self._state(self.module.named_buffers())))
         for what, expected, found in states:
             for name, value in expected.items():
                 if name not in found or _bits(found[name]) != _bits(value):
-                    how = worst_element(found[name], value.double()) if name in found else "it is missing"
+                    how = _worst(found[name], value) if name in found else "it is missing"
                     wrong.append(f"the {what} {name!r} is wrong: {how}")
         for i, kind in enumerate(self.setting.kinds):
             p = self.module.uses[i]
@@ -277,8 +284,12 @@ class Wrapper:
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors}
 
 
+def _worst(found: Tensor, expected: Tensor) -> str:
+    return worst_element(*(torch.view_as_real(x) if x.is_complex() else x.double() for x in (found, expected)))
+
+
 def _narrower(own: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
-    return own if wire is None or torch.finfo(wire).eps < torch.finfo(own).eps else wire
+    return own if wire is None or own.is_complex or torch.finfo(wire).eps < torch.finfo(own).eps else wire
 
 
 def _bits(tensor: Tensor) -> int:

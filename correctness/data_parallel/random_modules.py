@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from correctness.engine.histories import one_in
 
 SHAPES = [(), (1,), (3,), (0, 3), (4, 3), (5, 2, 3), (97,), (17, 9)]
-DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 FROZEN_DTYPES = [*DTYPES, torch.int8, torch.uint8, torch.int64]
 """Quantized weights are integers."""
 LAYOUTS = ["contiguous", "contiguous", "transposed", "in the middle of a larger one"]
@@ -56,10 +56,10 @@ def kinds(draw: st.DrawFn, ranks: int, *, gaps: bool, vary_strides: bool, narrow
 def numbers(seed: str, kind: Kind) -> Tensor:
     """Numbers drawn from the seed alone, equal on every rank."""
     generator = torch.Generator().manual_seed(random.Random(seed).randrange(2**62))
-    if not kind.dtype.is_floating_point:
+    if not (kind.dtype.is_floating_point or kind.dtype.is_complex):
         return torch.randint(100, kind.shape, generator=generator).to(kind.dtype)
-    ones = torch.randn(kind.shape, generator=generator, dtype=torch.float64)
-    return ones.ldexp(torch.tensor(kind.exponent)).to(kind.dtype)
+    of = torch.complex128 if kind.dtype.is_complex else torch.float64
+    return (torch.randn(kind.shape, generator=generator, dtype=of) * 2.0**kind.exponent).to(kind.dtype)
 
 
 def laid_out(values: Tensor, layout: str) -> Tensor:
@@ -93,6 +93,8 @@ class Zoo(nn.Module):
         for module in (self, self.inner):
             module.register_buffer("calls", torch.tensor(100 * rank))
             module.register_buffer("seen", torch.tensor([rank, -0.0], dtype=torch.bfloat16))
+            module.register_buffer("mask", torch.tensor([rank % 2 == 0, True, rank > 1]))
+            module.register_buffer("turns", torch.tensor([rank + 2j, -rank - 0.5j]))
             module.register_buffer("scratch", torch.full((2,), rank + 0.5), persistent=False)
 
     def forward(self, weights: Sequence[Tensor | None], *, order: Sequence[int], seen: float) -> Tensor:
@@ -101,5 +103,5 @@ class Zoo(nn.Module):
             module.calls += 1
             module.seen.fill_(seen)
             module.scratch = torch.full_like(module.scratch, seen)  # a new tensor each time
-        terms = [(self.uses[i] * weights[i]).double().sum() for i in order if weights[i] is not None]
-        return sum(terms, torch.zeros((), dtype=torch.float64))
+        products = [self.uses[i] * weights[i].conj() for i in order if weights[i] is not None]
+        return sum((each.real.double().sum() for each in products), torch.zeros((), dtype=torch.float64))

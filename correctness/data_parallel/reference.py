@@ -19,6 +19,11 @@ class Known:
     """True if a backward pass has added to it since the last average."""
 
 
+def _in_float64(tensor: Tensor) -> Tensor:
+    """Its numbers; of complex ones, the real and the imaginary parts as a last axis."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
 class Gradients:
     """One parameter's gradients on every rank of a group. `narrowest`: the narrower of its dtype and the
     communication dtype."""
@@ -33,7 +38,7 @@ class Gradients:
         """Add one backward pass: its terms are exact, and each addition is rounded once."""
         known = self.ranks[rank]
         for term in terms:
-            value = term.double()
+            value = _in_float64(term)
             if known.value is not None:
                 known.bound = known.bound + self.own.eps * (known.value.abs() + value.abs()) + self._tiny(self.own)
                 value = known.value + value
@@ -73,7 +78,7 @@ class Gradients:
             return f"is None, and not {what}" if known.value.any() else None
         if found.shape != parameter.shape or found.dtype != parameter.dtype:
             return f"has another shape or dtype: {tuple(found.shape)} of {found.dtype}"
-        mine, expected = found.detach().cpu().double(), known.value
+        mine, expected = _in_float64(found.detach().cpu()), known.value
         bound = torch.where(expected.isfinite(), torch.as_tensor(known.bound, dtype=torch.float64), 0.0)
         bad = ~(((mine - expected).abs() <= bound) | (mine == expected) | (mine.isnan() & expected.isnan()))
         if not bad.any():

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.family("data_parallel")
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
+COMPLEX = [torch.complex64, torch.complex128]
 
 
 class Extremes(nn.Module):
@@ -25,7 +26,7 @@ class Extremes(nn.Module):
         draw = torch.Generator().manual_seed(rank)
         self.p = nn.ParameterList(nn.Parameter(_bits(dtype, draw, rank)) for dtype in FLOATS)
         self.frozen = nn.Parameter(_bits(torch.float32, draw, rank), requires_grad=False)
-        for dtype in [*FLOATS, *INTEGERS, torch.bool]:
+        for dtype in [*FLOATS, *INTEGERS, *COMPLEX, torch.bool]:
             self.register_buffer(f"buffer_of_{str(dtype).removeprefix('torch.')}", _bits(dtype, draw, rank))
         self.register_buffer("not_persistent", _bits(torch.float32, draw, rank), persistent=False)
 
@@ -37,7 +38,7 @@ class Alike(nn.Module):
         super().__init__()
         self.p = nn.ParameterList(nn.Parameter(torch.arange(24.0).roll(rank).to(dtype)) for dtype in FLOATS)
         self.zeros = nn.Parameter(torch.full((24,), -0.0 if rank else 0.0))
-        for dtype in INTEGERS:
+        for dtype in [*INTEGERS, *COMPLEX]:
             self.register_buffer(
                 f"buffer_of_{str(dtype).removeprefix('torch.')}", torch.arange(24).roll(rank).to(dtype)
             )
@@ -48,6 +49,8 @@ def _bits(dtype: torch.dtype, draw: torch.Generator, rank: int) -> Tensor:
     if dtype == torch.bool:
         return torch.randint(2, (24,), generator=draw).bool()
     bits = torch.randint(256, (16 * dtype.itemsize,), generator=draw).to(torch.uint8).view(dtype)
+    if dtype.is_complex:
+        return torch.view_as_complex(_bits(dtype.to_real(), draw, rank).view(12, 2)).repeat(2)
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         return torch.cat([bits, torch.tensor([limits.min, limits.max, limits.max - 1, 0] * 2, dtype=dtype).roll(rank)])

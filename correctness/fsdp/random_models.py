@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from correctness.support.default_dtype import default_dtype
 from correctness.support.exact import exact
 from correctness.support.whole_batch import DIM, ROWS
 
@@ -81,23 +82,30 @@ class SomeRows(Layer):
 
 
 class Counting(Layer):
-    """Buffers that each forward in training mode changes, independent of the data."""
+    """Buffers that each forward in training mode changes, independent of the data, and some that stay: a mask, and
+    complex numbers by which pairs of values are turned."""
 
     calls: Tensor
     decay: Tensor
     not_saved: Tensor
+    kept: Tensor
+    turns: Tensor
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__(width, bias)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("decay", torch.rand(3))
         self.register_buffer("not_saved", torch.rand(()), persistent=False)
+        self.register_buffer("kept", torch.rand(DIM) < 0.9)
+        self.register_buffer("turns", torch.polar(torch.ones(DIM // 2), torch.rand(DIM // 2)))
 
     def forward(self, x: Tensor, extra: Extra) -> Tensor:
         if self.training:
             self.calls += 1
             self.decay *= 0.9
-        return super().forward(x * (1 + self.decay.mean() + self.not_saved), extra)
+        turns = self.turns.to(x.dtype.to_complex())
+        turned = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
+        return super().forward(turned * self.kept * (1 + self.decay.mean() + self.not_saved), extra)
 
 
 class Branches(Layer):
@@ -158,7 +166,8 @@ class Recipe:
     def make(self, seed: int, device: str) -> RandomModel:
         """Make the model in the dtype of exact checks; the same seed gives the same weights."""
         torch.manual_seed(seed)
-        return RandomModel(self).to(device, exact())
+        with default_dtype(exact()):
+            return RandomModel(self).to(device)
 
     def wrap(self, module: nn.Module) -> list[nn.Module]:
         """Wrap policy of this recipe. Tied parameters belong to the root module."""
@@ -225,8 +234,10 @@ class Rows:
         for name in of:
             getattr(self, name).requires_grad_()
 
-    def loss(self, model: nn.Module, sides: set[int]) -> Tensor:
+    def outputs(self, model: nn.Module) -> dict[str, list[Tensor]]:
+        return model(self.x, extra=Extra([self.shift], {"mask": self.mask}))  # type: ignore[no-any-return]
+
+    def loss(self, outputs: dict[str, list[Tensor]], sides: set[int]) -> Tensor:
         """Mean over the rows: the mean of the losses on equal shares equals the loss on the whole batch."""
-        outputs = model(self.x, extra=Extra([self.shift], {"mask": self.mask}))
         found = (outputs["output"][0] - self.y).square().mean()
         return sum((side.square().mean() for i, side in enumerate(outputs["sides"]) if i in sides), found)

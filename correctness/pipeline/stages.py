@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from correctness.pipeline.outputs import NumbersFirst, PassesOn, Several, Sometimes, Views
+from correctness.pipeline.outputs import NumbersFirst, PassesOn, Several, Sometimes, Turned, Views
 from correctness.pipeline.plain import CONTEXT, HIDDEN, VOCABULARY, Plain, width
+from correctness.support.default_dtype import default_dtype
 
 Tensors = tuple[Tensor, ...]
 
@@ -142,6 +143,19 @@ class InDouble(Plain):
         return super().passed(x if self.embedding is not None else x.double())
 
 
+class Quantized(Plain):
+    """A stage one of whose weights is of whole numbers, which are frozen, times a trained scale of each row."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
+        self.whole = nn.Parameter(torch.randint(-127, 128, (HIDDEN, HIDDEN), dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(HIDDEN, 1) / 300)
+
+    def passed(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inner(self.norm(x)))
+        return self.outer(hidden + nn.functional.linear(hidden, self.whole.to(hidden) * self.scale))
+
+
 class Widened(nn.Module):
     """The values, cut or repeated to that width."""
 
@@ -186,6 +200,8 @@ KINDS = {
     "used_twice": Kind(UsedTwice),
     "hook_on_its_input": Kind(Hooked),
     "without_parameters": Kind(Bare),
+    "frozen_integers": Kind(Quantized),
+    "complex_numbers": Kind(Turned),
     "of_two_dtypes": Kind(InDouble, first=torch.float32, within=1e-5),
 }
 
@@ -194,10 +210,12 @@ def build(kind: str, device: str, stage: int, stages: int) -> nn.Module:
     """A stage with the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(50 + stage)
-        module = KINDS[kind].of(stage, stages).to((stage == 0 and KINDS[kind].first) or KINDS[kind].dtype)
+        with default_dtype((stage == 0 and KINDS[kind].first) or KINDS[kind].dtype):
+            module = KINDS[kind].of(stage, stages)
         if isinstance(module, Tied) and stage == stages - 1:
             torch.manual_seed(50)
-            module.head.weight.data.copy_(KINDS[kind].of(0, stages).double().embedding.weight.data)  # type: ignore[union-attr]
+            with default_dtype(KINDS[kind].dtype):
+                module.head.weight.data.copy_(KINDS[kind].of(0, stages).embedding.weight.data)  # type: ignore[union-attr]
     return module.to(device)
 
 

@@ -30,6 +30,8 @@ def _known(implementation: Implementation, kind: str) -> str | None:
         return "it tries each stage before the first step: docs/pytorch-defects.md"
     if kind == "views" and implementation.name in PYTORCHS:
         return "it sends no view whose rows are not one after the other: docs/pytorch-defects.md"
+    if kind == "complex_numbers" and implementation.name in PYTORCHS:
+        return "it takes complex outputs for ones without a gradient: docs/pytorch-defects.md"
     return None
 
 

@@ -89,7 +89,8 @@ class BucketedDataParallel(DataParallel):
         if self._hook is not None:
             state, hook = self._hook
             return hook(state, bucket).wait
-        tensor = bucket.buffer().to(self.reduce_dtype or bucket.buffer().dtype)
+        own = bucket.buffer()
+        tensor = own if self.reduce_dtype is None or own.is_complex() else own.to(self.reduce_dtype)
         handle = self._collectives.all_reduce(tensor, self.process_group, async_op=True)
         assert handle is not None  # because async_op=True
 
