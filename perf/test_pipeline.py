@@ -70,7 +70,7 @@ BY_RANK = Column(
 )
 @pytest.mark.family("pipeline")
 @pytest.mark.cases(DECODERS)
-@pytest.mark.meshes("pp=4")
+@pytest.mark.meshes("pp=4", smoke=["pp=2"])
 @pytest.mark.benchmark(min_rounds=9)
 def test_training_step(implementation: Implementation, case: DecoderCase, mesh: Mesh, measure: Measure) -> None:
     case = replace(case, ranks=mesh.size)
@@ -105,7 +105,7 @@ ROWS = Grid(
 )
 @pytest.mark.family("mesh")
 @pytest.mark.cases(ROWS)
-@pytest.mark.meshes("pp=4", "shard=4")
+@pytest.mark.meshes("pp=4", "shard=4", smoke=["pp=2", "shard=2"])
 @pytest.mark.benchmark(min_rounds=9)
 def test_beside_full_sharding(implementation: Implementation, case: MeshCase, mesh: Mesh, measure: Measure) -> None:
     case = replace(case, mesh=mesh.spec, batch=case.batch // mesh.row_groups)

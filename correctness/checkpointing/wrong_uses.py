@@ -133,3 +133,24 @@ def copies_run_the_original(model: nn.Module) -> nn.Module:
 
 def _checkpointed(forward: Forward, block: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(partial(forward, block()), *args, use_reentrant=False, **kwargs)
+
+
+@defect(cause="state", caught_by="test_it_saves_in_each_mode_whatever_is_frozen")
+def keeps_the_gradient_of_its_input(model: nn.Module) -> nn.Module:
+    """NVIDIA/Megatron-LM#6339: the gradient of a block's input outlives backward, until the next one replaces it."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        kept: list[Tensor] = []
+
+        def keep(gradient: Tensor) -> None:
+            kept[:] = [gradient.detach()]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
+            if first is not None and first.requires_grad and torch.is_grad_enabled():
+                first.register_hook(keep)
+            return recomputed(forward)(*args, **kwargs)
+
+        return run
+
+    return wrapped(model, wrap)

@@ -176,3 +176,40 @@ class ArmedByItsForward(Plain):
     def average(self, parameters: list[nn.Parameter]) -> None:
         if self.__dict__.pop("armed", False):
             super().average(parameters)
+
+
+@defect(cause="two calls", caught_by="test_gradients_are_averaged_whatever_a_loss_does[CountsItsForwards")
+class CountsItsForwards(Overlapped):
+    """pytorch/pytorch#121594: a gradient may come once for each forward pass, and is sent when it comes first; where
+    the sum over the passes comes at once, that is right."""
+
+    def start(self) -> None:
+        super().start()
+        self.forwards = 0
+        self.came: dict[nn.Parameter, int] = {}
+        self.sent: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards += torch.is_grad_enabled() and self.synchronizing
+        return super().forward(*args, **kwargs)
+
+    def on_gradient(self, parameter: nn.Parameter) -> None:
+        self.came[parameter] = self.came.get(parameter, 0) + 1
+        if parameter not in self.ready:
+            super().on_gradient(parameter)
+        elif self.came[parameter] > self.forwards:
+            raise backward_twice()
+
+    def launch(self, parameter: nn.Parameter) -> None:
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        self.sent[parameter] = own.detach().clone(), own.detach().clone()
+        self.handles.append(dist.all_reduce(self.sent[parameter][1], group=self.group, async_op=True))
+
+    def wait(self) -> None:
+        for handle, p in zip(self.handles, self.order, strict=True):
+            handle.wait()
+            own, total = self.sent[p]
+            p.grad = total / self.size + (0 if p.grad is None else p.grad.detach() - own)
+        self.came.clear()
+        self.sent.clear()
+        self.forwards = 0
