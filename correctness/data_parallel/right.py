@@ -18,8 +18,9 @@ from impl.distributed import broadcast_state, check_same_module
 @right("gathers every rank's gradient and takes the mean itself, in float64")
 class GathersAndAverages(Plain):
     def reduce(self, gradient: Tensor) -> None:
-        everyone = torch.empty(self.size, gradient.numel(), dtype=torch.float64, device=gradient.device)
-        dist.all_gather_into_tensor(everyone.view(-1), gradient.double().view(-1), group=self.group)
+        wide = gradient.to(torch.complex128 if gradient.is_complex() else torch.float64).view(-1)
+        everyone = wide.new_empty(self.size, wide.numel())
+        dist.all_gather_into_tensor(everyone.view(-1), wide, group=self.group)
         gradient.copy_(everyone.mean(0).view_as(gradient))
 
 

@@ -23,10 +23,10 @@ class DataParallelWrapper(Protocol):
       and draws no random numbers.
     - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
       parameter's `.grad` is the average over the group's ranks of what backward passes through the wrapper's outputs
-      added to it since it was cleared, in its shape and dtype, as exact as that dtype allows, and bitwise equal on
-      every rank: in whatever order gradients arrive, however late a rank is, whatever accumulated before. A second
-      backward outside of `no_sync` before it counts too, or is a RuntimeError, also where gradients are cleared between
-      the two. To call it again changes nothing.
+      added to it since it was cleared, in its shape and dtype (complex ones too), as exact as that dtype allows, and
+      bitwise equal on every rank: in whatever order gradients arrive, however late a rank is, whatever accumulated
+      before. A second backward outside of `no_sync` before it counts too, or is a RuntimeError, also where gradients
+      are cleared between the two, or both forward passes come first. To call it again changes nothing.
     - The loss may do with outputs and parameters what it may without the wrapper: change outputs in place, leave some
       out, use parameters itself, take gradients by `torch.autograd.grad` before backward. Parts of the module may be
       recomputed in backward. Sparse gradients, and parts that are recomputed in passes of their own (`use_reentrant`),
