@@ -80,15 +80,10 @@ def of(target: Any) -> Planted | None:
     return getattr(target, "__dict__", {}).get("planted")
 
 
-def folder_of(family: str) -> str:
-    """The name of a family's folder in impl/ and in correctness/."""
-    return FAMILIES[family].contract.__module__.split(".")[-2]
-
-
 def family_of(module: str) -> str:
     """Return the family whose folder holds the module: "optimizer" for correctness.optim.wrong."""
     folder = module.split(".")[-2]
-    return next(name for name in FAMILIES if folder_of(name) == folder)
+    return next(name for name, each in FAMILIES.items() if each.folder == folder)
 
 
 def _planted(**what: str) -> Callable[[Target], Target]:

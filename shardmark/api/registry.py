@@ -165,6 +165,11 @@ class Family:
     """Whether every implementation recomputes activations already."""
     implementations: dict[str, Implementation] = field(default_factory=dict)
 
+    @property
+    def folder(self) -> str:
+        """The name of its folder in `impl/` and in `correctness/`; "" where its contract is in no package."""
+        return ["", *self.contract.__module__.split(".")][-2]
+
 
 FAMILIES: dict[str, Family] = {}
 

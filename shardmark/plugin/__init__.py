@@ -27,6 +27,7 @@ from shardmark.plugin.broken_gpu import pytest_runtest_protocol as pytest_runtes
 from shardmark.plugin.collection import pytest_collection_finish as pytest_collection_finish
 from shardmark.plugin.collection import pytest_collection_modifyitems as pytest_collection_modifyitems
 from shardmark.plugin.collection import pytest_generate_tests as pytest_generate_tests
+from shardmark.plugin.collection import pytest_ignore_collect as pytest_ignore_collect
 from shardmark.plugin.fresh import TimesAgain
 from shardmark.plugin.judge import Judge, not_refusable
 from shardmark.plugin.measure import Measure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         contract = family is not None and "measure" not in metafunc.fixturenames
         sizes = session.contract_ranks if contract else session.ranks
         metafunc.parametrize("world", sizes, ids=[f"{n}ranks" for n in sizes], indirect=True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--impl`, leave out the tests' folders of other families, unless they are asked for by path."""
+    session = config.stash[SESSION]
+    if not session.selected or not collection_path.is_dir():
+        return None
+    asked_for = [Path(config.invocation_params.dir, arg.partition("::")[0]).resolve() for arg in config.args]
+    others = {each.folder for name, each in registry.FAMILIES.items() if name not in session.selected}
+    folder = collection_path.resolve()
+    is_others = folder.parent == config.rootpath / "correctness" and folder.name in others
+    return True if is_others and not any(path.is_relative_to(folder) for path in asked_for) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

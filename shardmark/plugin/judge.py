@@ -220,9 +220,8 @@ class Judge:
     def _left_out(self, config: pytest.Config, label: str) -> Iterator[str]:
         """Parts that the user's arguments and options leave out, of which the number is not known here."""
         owner = family(self.targets[label].family)
-        folder = owner.contract.__module__.split(".")[-2:-1]
         paths = [Path(config.invocation_params.dir, arg) for arg in config.args]
-        if not any(path.is_dir() and not _beside_or_at(path, folder) for path in paths):
+        if not any(path.is_dir() and not _is_beside(path, owner.folder) for path in paths):
             yield "checks outside of " + ", ".join(config.args)
         if label in self.on_ranks and (missing := self._ranks_left_out()):
             yield f"checks on {', '.join(map(str, missing))} ranks, which --ranks leaves out"
@@ -302,9 +301,9 @@ def not_refusable(implementation: Implementation, error: Unsupported) -> BaseExc
     return pytest.fail.Exception(f"raised Unsupported for what every implementation takes: {error}. {allowed}", False)
 
 
-def _beside_or_at(path: Path, folder: list[str]) -> bool:
-    """Whether the path is the folder of the family's checks, or one beside it; some checks are in other folders."""
-    return bool(folder) and (path.parent / folder[0]).is_dir() and not (path / folder[0]).is_dir()
+def _is_beside(path: Path, folder: str) -> bool:
+    """Whether the path is a folder beside that of the family's checks."""
+    return path.name != folder != "" and (path.parent / folder).is_dir() and not (path / folder).is_dir()
 
 
 def _should(item: pytest.Item) -> str:

@@ -16,9 +16,9 @@ import pytest
 
 from correctness.support import planting
 from correctness.support.paths import ROOT
-from correctness.support.planting import CHECK, Planted, folder_of
+from correctness.support.planting import CHECK, Planted
 from shardmark.api.finding import RegistryError
-from shardmark.api.registry import check_contract, resolve
+from shardmark.api.registry import FAMILIES, check_contract, resolve
 from shardmark.plugin.judge import EXIT_NOT_JUDGED
 from shardmark.plugin.session import implementation_of
 from shardmark.report.outcomes import first_line, reason
@@ -64,7 +64,7 @@ def judge(family: str, planted: Sequence[Planted], module: str, folder: Path) ->
             sys.executable,
             "-m",
             "pytest",
-            f"correctness/{folder_of(family)}",
+            f"correctness/{FAMILIES[family].folder}",
             *OPTIONS,
             *(() if any(each.is_right for each in planted) else OF_DEFECTS),
             *accepted,

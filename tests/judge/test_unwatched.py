@@ -17,9 +17,8 @@ def test_the_reference_is_right_unwatched(family: str) -> None:
     owner = FAMILIES[family]
     target = owner.implementations[owner.reference].target
     target = getattr(target, "func", target)  # of functools.partial
-    folder = owner.contract.__module__.split(".")[1]
     arguments = [
-        f"correctness/{folder}/test_unwatched.py",
+        f"correctness/{owner.folder}/test_unwatched.py",
         f"--impl={family}={target.__module__}:{target.__qualname__}",
     ]
     ended = Fresh(ROOT, [*arguments, "-n0", "-p", "no:cacheprovider"]).run()
