@@ -6,16 +6,17 @@ import pytest
 
 from correctness.mesh.differences import differences
 from correctness.support.complaints import assert_none
-from correctness.tensor_parallel.training import KINDS, in_one_process, train_on_rank
+from correctness.tensor_parallel.training import FIRST, KINDS, in_one_process, train_on_rank
 from shardmark.api import Implementation, Mesh
 from shardmark.plugin import WorldsBySize
 
 pytestmark = pytest.mark.family("tensor_parallel")
 
-MESHES = ("tp=1", "tp=2", "tp=3", "tp=4", "shard=2,tp=2", "tp=2,dp=2")
+BY_SIZES = ("even", "sizes_that_do_not_divide", "few_kv_heads")
+"""Kinds for which the number of ranks matters; the sweep has the others."""
 
 
-@pytest.mark.meshes(*MESHES)
+@pytest.mark.meshes("tp=2", "shard=2,tp=2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_one_process(
     implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
@@ -24,6 +25,18 @@ def test_steps_are_those_of_one_process(
     steps = KINDS[kind].steps
     expected = in_one_process(mesh.row_groups, kind, steps)
     ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, steps)
+    assert_none(differences(ranks, expected, mesh))
+
+
+@pytest.mark.meshes("tp=1", "tp=3", "tp=4", "tp=2,dp=2")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in BY_SIZES else pytest.mark.sweep) for kind in KINDS]
+)
+def test_first_steps_on_other_meshes_are_those_of_one_process(
+    implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
+) -> None:
+    expected = in_one_process(mesh.row_groups, kind, FIRST)
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, FIRST)
     assert_none(differences(ranks, expected, mesh))
 
 

@@ -6,7 +6,7 @@ from correctness.support.paths import ROOT
 from shardmark.api import FAMILIES
 from tests.support.runs import Fresh
 
-FEW = ("loss", "sharded_optimizer")
+FEW = ("sharded_optimizer",)
 """Tried each time: one of one process, one of two."""
 
 
