@@ -21,7 +21,7 @@ from shardmark.report.answers import saves
 )
 @pytest.mark.family("mesh")
 @pytest.mark.cases(CASES)
-@pytest.mark.meshes(*MESHES)
+@pytest.mark.meshes(*MESHES, smoke=MESHES[:4])
 @pytest.mark.benchmark(min_rounds=9)
 def test_training_step(
     implementation: Implementation, case: MeshCase | OwnModelCase, mesh: Mesh, measure: Measure

@@ -55,7 +55,7 @@ class DecoderCase:
 
 
 DECODERS = Grid(
-    smoke=[DecoderCase("tiny-deep", micro_batches=8, rows=1, context=32)],
+    smoke=[DecoderCase("tiny-deep", micro_batches=4, rows=1, context=32)],
     laptop=[DecoderCase("mini-deep", micro_batches=8, rows=2, context=64)],
     paper=[DecoderCase("medium", micro_batches=8, rows=2, context=1024)],
 )

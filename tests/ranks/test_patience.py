@@ -112,6 +112,7 @@ def one_busy_core() -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
+@pytest.mark.sweep
 def test_others_on_the_machine_bring_no_deadline_nearer(one_busy_core: None) -> None:
     began = time.monotonic()
     with within(1.5):

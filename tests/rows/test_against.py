@@ -188,6 +188,7 @@ def test_rows_of_one_run_alone_are_counted(planted: pytest.Pytester, old: Path) 
     result.stdout.fnmatch_lines(["time: 0 rows compared", rows])
 
 
+@pytest.mark.sweep
 def test_a_row_is_measured_as_comparing_it_needs(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test asks for three rounds; with --against it takes as many as a comparison needs, in three processes. Its
     plan has the bytes of the older row, as ranks that hold more are metered again.

@@ -111,6 +111,7 @@ def grown(project: pytest.Pytester) -> Path:
     return accepted
 
 
+@pytest.mark.sweep
 def test_beside_another_version_too(project: pytest.Pytester, grown: Path) -> None:
     refused, _ = run_project(project, *CHOSEN)
     refused.assert_outcomes(failed=1)

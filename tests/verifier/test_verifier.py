@@ -94,6 +94,7 @@ def test_an_honest_entry_is_accepted_and_sealed(
     assert verify.main(["--check", str(out)]) == verify.REFUSED
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("compiler")
 def test_a_compiled_entry_is_accepted(tmp_path: Path) -> None:
     out = tmp_path / "row.json"
