@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from correctness.engine.examples import FEW_EXAMPLES, LEFT_OUT, Work
-from shardmark.api import note_events, note_unasked
+from shardmark.api import last_call, note_events, note_unasked
 from shardmark.ranks.deadline import Hung
 
 SHRINKING = 200
@@ -126,7 +126,7 @@ def hold(
         with work.of_one_example():
             search.try_one(histories, number)
         if search.failure is not None:
-            note_events(search.events)
+            note_events(search.events, search.call)
             raise search.failure from None
         if work.is_enough() and number < examples:
             note_unasked(LEFT_OUT)
@@ -138,11 +138,13 @@ class _Search:
 
     def __init__(self, plays: Callable[[Any], Problem | None], shrinking: int, can_go_on: Callable[[], bool]) -> None:
         self.plays, self.left, self.can_go_on = plays, shrinking, can_go_on
-        self.failures: dict[str, tuple[BaseException, list[str]]] = {}
+        self.failures: dict[str, tuple[BaseException, list[str], Any]] = {}
         self.failure: BaseException | None = None
         """Problem of the shortest history that fails."""
         self.events: list[str] = []
         """That history, a line an event, up to where it fails."""
+        self.call: Any = None
+        """The last call of that history."""
 
     def try_one(self, histories: SearchStrategy[Any], number: int) -> None:
         """Play the simplest history first, then a freshly drawn one each time: Hypothesis' own next examples would
@@ -184,15 +186,16 @@ class _Search:
                 problem = self.plays(history)
             except Exception as error:
                 after = getattr(error, "after", len(history.events))
-                self.failures[key] = error, told(history, after)
+                self.failures[key] = error, told(history, after), last_call()
             except Hung as error:  # here, and not on ranks: the test's deadline has passed, so it is not shortened
                 note_events(told(history, getattr(error, "after", 0)))
                 raise
             else:
                 if problem is not None:
-                    self.failures[key] = AssertionError(report(history, problem)), told(history, problem.after)
+                    error = AssertionError(report(history, problem))
+                    self.failures[key] = error, told(history, problem.after), last_call()
         if key in self.failures:
-            self.failure, self.events = self.failures[key]
+            self.failure, self.events, self.call = self.failures[key]
             raise _Fails  # one type raised at one place, so that Hypothesis takes all failures for one
 
 

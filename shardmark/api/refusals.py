@@ -127,10 +127,17 @@ def note_unasked(line: str) -> None:
         _LEDGER[-1].unasked.append(line)
 
 
-def note_events(events: Iterable[str]) -> None:
-    """Note, for the verdict, what the running test has done before it fails, a line an event."""
+def last_call() -> tuple[frozenset[Feature], Call] | None:
+    """The last call of the running test, for `note_events`."""
+    return _LEDGER[-1].last if _LEDGER else None
+
+
+def note_events(events: Iterable[str], last: tuple[frozenset[Feature], Call] | None = None) -> None:
+    """Note, for the verdict, what the running test has done before it fails, a line an event, and the last call then,
+    where the test has called more since."""
     if _LEDGER:
         _LEDGER[-1].events[:] = events
+        _LEDGER[-1].last = last or _LEDGER[-1].last
 
 
 def watched(

@@ -142,8 +142,11 @@ def snippet(implementation: Implementation, call: Call) -> list[str]:
     lines = ["import torch"]
     if source.endswith(".py"):
         lines = [f"import sys, torch; sys.path.insert(0, {str(Path(source).parent)!r})"]
-    if source:
-        lines.append(f"from {Path(source).stem if source.endswith('.py') else source} import {attribute} as mine")
+    module = Path(source).stem if source.endswith(".py") else source
+    if source and all(part.isidentifier() for part in module.split(".")):
+        lines.append(f"from {module} import {attribute} as mine")
+    elif source:
+        lines.append(f"mine = __import__({module!r}).{attribute}")
     else:
         lines = ["import impl, torch", "from shardmark.api import resolve"]
         lines.append(f"mine = resolve({owner.name!r}, {implementation.spec!r}).adapted")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from correctness.engine import histories_on_ranks
-from correctness.engine.histories import events_of, hold, play
-from shardmark.api.refusals import ledger
+from correctness.engine.histories import Problem, events_of, hold, play
+from shardmark.api.refusals import ledger, watched
 from shardmark.ranks.deadline import Hung, within
 from shardmark.ranks.world import RankError, World
 
@@ -51,6 +51,24 @@ def test_in_one_process_its_events_are_told() -> None:
         hold(histories(), lambda history: play(Player(), history), 50)
     first, *events = notes.events
     assert first == "a model" and events[-1].endswith(". load") and any(event.endswith(". save") for event in events)
+
+
+def test_the_call_that_is_told_is_of_the_shortest_history_that_fails() -> None:
+    """And not of a shorter one that was tried after it and did not fail."""
+
+    class Contract:
+        def __call__(self, number: int) -> None: ...
+
+    call = watched(lambda number: None, Contract, ())
+
+    def plays(history: History) -> Problem | None:
+        for event in history.events:
+            call(EVENTS.index(event))
+        return Problem(len(history.events), "it fails") if history.events[-1:] == ["load"] else None
+
+    with ledger() as notes, pytest.raises(AssertionError, match="it fails"):
+        hold(histories(), plays, 50)
+    assert notes.events == ["a model", "1. load"] and notes.last and notes.last[1].arguments == (("number", 3),)
 
 
 def test_on_ranks_it_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,10 +46,11 @@ class Mine:
 """
 
 
+@pytest.mark.parametrize("name", ["gated_by_method", "7_gated"])
 def test_a_methods_call_to_paste_calls_the_method_of_both(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (file := tmp_path / "gated_by_method.py").write_text(OWN)
+    (file := tmp_path / f"{name}.py").write_text(OWN)
     x = torch.ones(2, 3)
     last = frozenset[Feature](), Call.of(Layers, (x, x), {}, "swiglu")
     notes = Notes.read(Notes.of(Ledger(last=last), None, False).saved())
