@@ -1,6 +1,7 @@
 """Every attention against float64: the keys a query sees, outputs, gradients, shapes, strides, dtypes."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,9 +56,12 @@ def test_a_query_sees_the_keys_up_to_its_own(
     """
     q_len, k_len = LENGTHS[shape_id]
     if "beyond" in shape_id:
-        shapes = (-(-q_len // 8), 16), (-(-k_len // 8), 16)
-        part = random_inputs(*shapes, dtype, device)
-        skip_if_slow(implementation, lambda: results(implementation.watched, part, is_causal), device)
+
+        def part(share: int) -> object:
+            shapes = (-(-q_len // share), 16), (-(-k_len // share), 16)
+            return results(implementation.watched, random_inputs(*shapes, dtype, device), is_causal)
+
+        skip_if_slow(implementation, part, device)
     keys, queries = _around_powers_of_two(k_len), _around_powers_of_two(q_len)
     q, k, v = (torch.zeros(n, 64, dtype=dtype, device=device) for n in (q_len, k_len, k_len))
     grad = torch.zeros_like(q)
@@ -131,6 +135,11 @@ def _inputs(shape_id: str, dtype: torch.dtype, device: str) -> list[Tensor]:
     return random_inputs((*leading, q_len, head_dim), (*leading, k_len, head_dim), dtype, device)
 
 
+def _part(implementation: Implementation, inputs: list[Tensor], is_causal: bool, share: int) -> object:
+    some = [x[..., : -(-x.shape[-2] // share), :] for x in inputs]
+    return results(implementation.watched, some, is_causal)
+
+
 @MASKS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, FLOAT16], ids=str)
 @pytest.mark.parametrize("shape_id", _marked(SHAPES))
@@ -140,8 +149,7 @@ def test_is_as_accurate_as_eager(
 ) -> None:
     inputs = _inputs(shape_id, dtype, device)
     if "beyond" in shape_id:
-        part = [x[..., : -(-x.shape[-2] // 8), :] for x in inputs]
-        skip_if_slow(implementation, lambda: results(implementation.watched, part, is_causal), device)
+        skip_if_slow(implementation, partial(_part, implementation, inputs, is_causal), device)
     assert_as_accurate_as_eager(implementation.watched, inputs, is_causal)
 
 
@@ -153,8 +161,7 @@ def test_many_queries_are_as_accurate_as_eager(
 ) -> None:
     """Half precision is left out: on CPU, PyTorch's SDPA sums the gradients of v in it."""
     inputs = random_inputs((2, 4097, 16), (2, 3, 16), dtype, device)
-    part = [x[:, : -(-x.shape[-2] // 8)] for x in inputs]
-    skip_if_slow(implementation, lambda: results(implementation.watched, part, is_causal), device)
+    skip_if_slow(implementation, partial(_part, implementation, inputs, is_causal), device)
     assert_as_accurate_as_eager(implementation.watched, inputs, is_causal)
 
 
@@ -258,6 +265,10 @@ def test_more_than_65536_of_them(implementation: Implementation, many: str, devi
     )
     leading = (batch, 1) if many == "sequences_of_heads" else (batch,)
     inputs = random_inputs((*leading, q_len, 16), (*leading, k_len, 16), torch.float32, device)
-    part = [x[: max(1, batch // 64), ..., : max(3, x.shape[-2] // 64), :] for x in inputs]
-    skip_if_slow(implementation, lambda: results(implementation.watched, part, False), device)
+
+    def part(share: int) -> object:
+        some = [x[: max(1, batch // share), ..., : max(3, x.shape[-2] // share), :] for x in inputs]
+        return results(implementation.watched, some, False)
+
+    skip_if_slow(implementation, part, device, share=64)
     assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=False)

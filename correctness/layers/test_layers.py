@@ -57,7 +57,7 @@ def test_more_rows_than_16_bits_count(implementation: Implementation, operation:
     def of(rows: int) -> Inputs:
         return random_inputs(operation, rows, 2, device)
 
-    skip_if_slow(implementation, lambda: results(implementation.watched, of(rows // 8)), device)
+    skip_if_slow(implementation, lambda share: results(implementation.watched, of(rows // share)), device)
     assert_as_accurate_as_eager(implementation.watched, of(rows), when=f"of {rows:,} rows: ")
 
 

@@ -1,12 +1,14 @@
 """Checks of contracts, for the tests of several families; our own implementations must meet stricter ones."""
 
 import gc
+import math
 import random
 import re
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -75,20 +77,39 @@ def gradient_of_gradient(implementation: Implementation, call: Callable[[], Tens
 MANY_CALLS = 100_000
 """Most calls of functions, in Python or C, for an eighth of a large case: some 0.1 s. An implementation that makes
 more, as in Triton's interpreter, is not judged on the whole case."""
+MANY_BYTES = 2**31
+"""Most bytes of tensors that a large case may hold on a CPU, if they grow as between two parts of it. An implementation
+that would hold more, as one that pads keys to the queries' length, would take what memory there is."""
 
 
-def skip_if_slow(implementation: Implementation, eighth: Callable[[], Any], device: str) -> None:
-    """Skip the test if an eighth of its case makes more than MANY_CALLS calls, and note that it was not asked.
+def skip_if_slow(implementation: Implementation, part: Callable[[int], Any], device: str, share: int = 8) -> None:
+    """Skip the test if `part(share)`, which runs 1/share of its case, makes more than MANY_CALLS calls, or if the whole
+    would hold more than MANY_BYTES, and note that it was not asked.
 
-    The calls are counted, as time depends on what else the machine does. On a GPU none of ours is skipped; on CPU an
+    Both are counted, as time depends on what else the machine does. On a GPU none of ours is skipped; on CPU an
     interpreter may run it."""
     if device == "cuda" and is_ours(implementation):
         return
-    eighth()  # what is compiled first does not count
-    if (calls := calls_of(eighth)) > MANY_CALLS:
-        why = f"too slow for a large case: an eighth of it makes more than {MANY_CALLS:,} calls"
-        note_unasked(why)
-        pytest.skip(f"{why}, {calls:,}")
+    part(share)  # what is compiled first does not count
+    if (calls := calls_of(partial(part, share))) > MANY_CALLS:
+        _skip(f"too slow for a large case: 1/{share} of it makes more than {MANY_CALLS:,} calls", calls)
+    if device != "cpu":
+        return
+    less, more = (_peak(partial(part, of), device) for of in (2 * share, share))
+    whole = more * (more / less) ** math.log2(share) if less else more
+    if whole > MANY_BYTES:
+        _skip(f"too large for a large case: all of it would hold more than {MANY_BYTES:,} bytes", round(whole))
+
+
+def _peak(call: Callable[[], Any], device: str) -> int:
+    with meter(device) as memory:
+        call()
+    return memory.peak
+
+
+def _skip(why: str, found: int) -> None:
+    note_unasked(why)
+    pytest.skip(f"{why}, {found:,}")
 
 
 def calls_of(call: Callable[[], Any]) -> int:
