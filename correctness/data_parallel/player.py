@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from correctness.data_parallel.averaging import wrap
 from correctness.data_parallel.events import FINISH, Event, History, Limits, Setting
-from correctness.data_parallel.random_modules import Zoo, numbers
+from correctness.data_parallel.random_modules import Zoo, has_gradients, numbers
 from correctness.data_parallel.reference import Gradients
 from correctness.engine.histories_on_ranks import Alike
 from correctness.support.communication import delayed, quiet, recorded, slow_gradients
@@ -77,7 +77,7 @@ class Wrapper:
         """Losses that forward passes have returned, and copies: users read them late."""
         narrow = setting.options.get("reduce_dtype")
         # Integers have no gradients.
-        dtypes = [k.dtype if k.dtype.is_floating_point or k.dtype.is_complex else torch.float32 for k in setting.kinds]
+        dtypes = [k.dtype if has_gradients(k.dtype) else torch.float32 for k in setting.kinds]
         self.gradients = [Gradients(dtype, _narrower(dtype, narrow), len(self.members)) for dtype in dtypes]
 
     def do(self, event: Event) -> None:
@@ -156,7 +156,7 @@ class Wrapper:
         special = event.draw("special")
         if special.random() < 0.04 and special.randrange(len(self.members)) == rank and reached:
             hit, value = weights[reached[0]], special.choice([torch.inf, -torch.inf, torch.nan])
-            if hit.is_floating_point():
+            if hit.is_floating_point():  # in complex products infinities become NaN
                 hit.view(-1)[:1] = value
         return weights
 
@@ -165,11 +165,11 @@ class Wrapper:
         given = [None if weight is None else weight.to(self.device) for weight in weights]
         seen = event.draw(dist.get_rank(), pass_).randrange(100)
         loss = self.model(given, order=order, seen=seen)
-        self.returned.append((loss, loss.detach().clone()))
+        self.returned.append((loss.detach(), loss.detach().clone()))
         for name, buffer in self.buffers.items():
             if name.endswith("calls"):
                 self.buffers[name] = buffer + 1
-            elif not name.endswith(("mask", "turns")):
+            elif not name.endswith(("mask", "rotations")):
                 self.buffers[name] = torch.full_like(buffer, seen)
         if any(
             not torch.equal(a.cpu(), b)
@@ -203,7 +203,7 @@ class Wrapper:
 
     def _is_gradient(self, each: Communication) -> bool:
         """Whether it may be one. torch's DDP broadcasts buffers in a forward pass, also in no_sync()."""
-        return each.dtype.is_floating_point and not (self.limits.plain and each.name == "broadcast")
+        return has_gradients(each.dtype) and not (self.limits.plain and each.name == "broadcast")
 
     def _expect(self, event: Event, rank: int, passes: list[int], times: int) -> None:
         terms: dict[int, list[Tensor]] = {}

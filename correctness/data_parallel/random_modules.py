@@ -53,13 +53,17 @@ def kinds(draw: st.DrawFn, ranks: int, *, gaps: bool, vary_strides: bool, narrow
     return found
 
 
+def has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def numbers(seed: str, kind: Kind) -> Tensor:
     """Numbers drawn from the seed alone, equal on every rank."""
     generator = torch.Generator().manual_seed(random.Random(seed).randrange(2**62))
-    if not (kind.dtype.is_floating_point or kind.dtype.is_complex):
+    if not has_gradients(kind.dtype):
         return torch.randint(100, kind.shape, generator=generator).to(kind.dtype)
-    of = torch.complex128 if kind.dtype.is_complex else torch.float64
-    return (torch.randn(kind.shape, generator=generator, dtype=of) * 2.0**kind.exponent).to(kind.dtype)
+    wide = torch.complex128 if kind.dtype.is_complex else torch.float64
+    return (torch.randn(kind.shape, generator=generator, dtype=wide) * 2.0**kind.exponent).to(kind.dtype)
 
 
 def laid_out(values: Tensor, layout: str) -> Tensor:
@@ -94,7 +98,7 @@ class Zoo(nn.Module):
             module.register_buffer("calls", torch.tensor(100 * rank))
             module.register_buffer("seen", torch.tensor([rank, -0.0], dtype=torch.bfloat16))
             module.register_buffer("mask", torch.tensor([rank % 2 == 0, True, rank > 1]))
-            module.register_buffer("turns", torch.tensor([rank + 2j, -rank - 0.5j]))
+            module.register_buffer("rotations", torch.tensor([rank + 2j, -rank - 0.5j]))
             module.register_buffer("scratch", torch.full((2,), rank + 0.5), persistent=False)
 
     def forward(self, weights: Sequence[Tensor | None], *, order: Sequence[int], seen: float) -> Tensor:

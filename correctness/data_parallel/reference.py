@@ -26,7 +26,7 @@ def _in_float64(tensor: Tensor) -> Tensor:
 
 class Gradients:
     """One parameter's gradients on every rank of a group. `narrowest`: the narrower of its dtype and the
-    communication dtype."""
+    communication dtype, which is that of real gradients alone."""
 
     def __init__(self, dtype: torch.dtype, narrowest: torch.dtype, ranks: int) -> None:
         self.own, self.narrowest = torch.finfo(dtype), torch.finfo(narrowest)

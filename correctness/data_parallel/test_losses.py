@@ -114,7 +114,7 @@ def _recomputed(part: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(part, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def _in_a_pass_of_its_own(part: nn.Module, x: Tensor) -> Tensor:
+def _reentrant(part: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(part, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
@@ -139,7 +139,7 @@ def _two_forwards_then_two_backwards(model: Any, module: nn.Module, x: Tensor, r
 @dataclass(frozen=True)
 class Use:
     """How a loss is made. `every`: it reaches every parameter. `refusable`: an error on every rank is right too.
-    `through`: it comes from a forward pass of the wrapper. `torchs`: torch's DDP averages what comes of it."""
+    `through`: it comes from a forward pass of the wrapper. `torchs`: torch's DDP averages its gradients."""
 
     run: Callable[[Any, nn.Module, Tensor, int], None]
     module: type[nn.Module] = TwoHeads
@@ -164,12 +164,10 @@ USES = {
     "recomputed": Use(partial(_calling, _recomputed)),
     "recomputed_each_part_twice": Use(partial(_each_part_twice, _recomputed)),
     "recomputed_two_forwards": Use(partial(_two_forwards, _recomputed)),
-    "recomputed_in_passes_of_their_own": Use(partial(_calling, _in_a_pass_of_its_own), refusable=True),
-    "recomputed_in_passes_of_their_own_each_part_twice": Use(
-        partial(_each_part_twice, _in_a_pass_of_its_own), refusable=True
-    ),
+    "recomputed_in_passes_of_their_own": Use(partial(_calling, _reentrant), refusable=True),
+    "recomputed_in_passes_of_their_own_each_part_twice": Use(partial(_each_part_twice, _reentrant), refusable=True),
     "recomputed_in_passes_of_their_own_two_forwards": Use(
-        partial(_two_forwards, _in_a_pass_of_its_own), refusable=True, torchs=False
+        partial(_two_forwards, _reentrant), refusable=True, torchs=False
     ),
     "sparse": Use(_all_outputs, Rows, refusable=True),
     "parameters_alone": Use(_parameters_alone, refusable=True, through=False, torchs=False),
@@ -192,7 +190,7 @@ def _rows(step: int, rank: int) -> Tensor:
 
 @pytest.fixture
 def as_documented(implementation: Implementation, name: str, request: pytest.FixtureRequest) -> None:
-    """DDP averages nothing without a forward pass of its own, nor the second backward pass after two."""
+    """DDP averages nothing without a forward pass of its own, nor the second of two backward passes after two of it."""
     if implementation.spec == "ddp" and not USES[name].torchs:
         request.applymarker(pytest.mark.xfail(reason="as docs/pytorch-defects.md says", strict=True))
 

@@ -180,8 +180,7 @@ class ArmedByItsForward(Plain):
 
 @defect(cause="two calls", caught_by="test_gradients_are_averaged_whatever_a_loss_does[CountsItsForwards")
 class CountsItsForwards(Overlapped):
-    """pytorch/pytorch#121594: a gradient may come once for each forward pass, and is sent when it comes first; where
-    the sum over the passes comes at once, that is right."""
+    """pytorch/pytorch#121594: allows one gradient for each forward pass, and averages the first of them alone."""
 
     def start(self) -> None:
         super().start()

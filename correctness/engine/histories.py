@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from correctness.engine.examples import FEW_EXAMPLES, LEFT_OUT, Work
-from shardmark.api import last_call, note_events, note_unasked
+from shardmark.api import forget_last_call, last_call, note_events, note_unasked
 from shardmark.ranks.deadline import Hung
 
 SHRINKING = 200
@@ -182,13 +182,14 @@ class _Search:
                 if self.left <= 0 or not self.can_go_on():
                     raise _Enough
                 self.left -= 1
+            forget_last_call()
             try:
                 problem = self.plays(history)
             except Exception as error:
                 after = getattr(error, "after", len(history.events))
                 self.failures[key] = error, told(history, after), last_call()
             except Hung as error:  # here, and not on ranks: the test's deadline has passed, so it is not shortened
-                note_events(told(history, getattr(error, "after", 0)))
+                note_events(told(history, getattr(error, "after", 0)), last_call())
                 raise
             else:
                 if problem is not None:

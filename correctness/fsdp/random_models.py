@@ -83,29 +83,29 @@ class SomeRows(Layer):
 
 class Counting(Layer):
     """Buffers that each forward in training mode changes, independent of the data, and some that stay: a mask, and
-    complex numbers by which pairs of values are turned."""
+    complex numbers that rotate pairs of values."""
 
     calls: Tensor
     decay: Tensor
     not_saved: Tensor
-    kept: Tensor
-    turns: Tensor
+    mask: Tensor
+    rotations: Tensor
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__(width, bias)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("decay", torch.rand(3))
         self.register_buffer("not_saved", torch.rand(()), persistent=False)
-        self.register_buffer("kept", torch.rand(DIM) < 0.9)
-        self.register_buffer("turns", torch.polar(torch.ones(DIM // 2), torch.rand(DIM // 2)))
+        self.register_buffer("mask", torch.rand(DIM) < 0.9)
+        self.register_buffer("rotations", torch.polar(torch.ones(DIM // 2), torch.rand(DIM // 2)))
 
     def forward(self, x: Tensor, extra: Extra) -> Tensor:
         if self.training:
             self.calls += 1
             self.decay *= 0.9
-        turns = self.turns.to(x.dtype.to_complex())
-        turned = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
-        return super().forward(turned * self.kept * (1 + self.decay.mean() + self.not_saved), extra)
+        rotations = self.rotations.to(x.dtype.to_complex())
+        rotated = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * rotations).flatten(-2)
+        return super().forward(rotated * self.mask * (1 + self.decay.mean() + self.not_saved), extra)
 
 
 class Branches(Layer):

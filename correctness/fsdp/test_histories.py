@@ -179,7 +179,7 @@ class Beside:
         for rows in (mine, every):
             rows.require_gradients(inputs)
         outputs = mine.outputs(self.model)
-        self.returned += [(each, each.detach().clone()) for each in (*outputs["output"], *outputs["sides"])]
+        self.returned += [(each.detach(), each.detach().clone()) for each in (*outputs["output"], *outputs["sides"])]
         self.open.append((mine, mine.loss(outputs, sides), every, every.loss(every.outputs(self.plain), sides)))
 
     def backward(self, value: int) -> str:

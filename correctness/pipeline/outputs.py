@@ -84,18 +84,17 @@ class PassesOn(Plain):
         return (out, number) if self.last else (out, scale, first, mask, number)
 
 
-class Turned(Plain):
-    """A stage that turns pairs of values by complex numbers, of a buffer and of a parameter, and passes on complex
-    ones."""
+class Rotated(Plain):
+    """A stage that rotates pairs of values by complex numbers, a buffer and a parameter, and returns complex ones."""
 
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__(stage, stages)
         angles = torch.linspace(0.3, 3, width(stage) // 2)
-        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
-        self.trained = nn.Parameter(self.turns.conj().resolve_conj() * 1.1)
+        self.register_buffer("rotations", torch.polar(torch.ones_like(angles), angles))
+        self.trained = nn.Parameter(self.rotations.conj().resolve_conj() * 1.1)
         self.last = stage == stages - 1
 
     def forward(self, x: Tensor) -> Any:
         values = torch.view_as_complex(self.embedding(x).unflatten(-1, (-1, 2))) if self.embedding is not None else x
-        out = self.passed(torch.view_as_real(values * self.turns * self.trained).flatten(-2))
+        out = self.passed(torch.view_as_real(values * self.rotations * self.trained).flatten(-2))
         return out if self.last else torch.view_as_complex(out.unflatten(-1, (-1, 2)))

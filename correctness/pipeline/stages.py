@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from correctness.pipeline.outputs import NumbersFirst, PassesOn, Several, Sometimes, Turned, Views
+from correctness.pipeline.outputs import NumbersFirst, PassesOn, Rotated, Several, Sometimes, Views
 from correctness.pipeline.plain import CONTEXT, HIDDEN, VOCABULARY, Plain, width
 from correctness.support.default_dtype import default_dtype
 
@@ -144,16 +144,16 @@ class InDouble(Plain):
 
 
 class Quantized(Plain):
-    """A stage one of whose weights is of whole numbers, which are frozen, times a trained scale of each row."""
+    """A stage with a frozen weight of int8, times a trained scale of each row."""
 
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__(stage, stages)
-        self.whole = nn.Parameter(torch.randint(-127, 128, (HIDDEN, HIDDEN), dtype=torch.int8), requires_grad=False)
+        self.quantized = nn.Parameter(torch.randint(-127, 128, (HIDDEN, HIDDEN), dtype=torch.int8), requires_grad=False)
         self.scale = nn.Parameter(torch.rand(HIDDEN, 1) / 300)
 
     def passed(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.inner(self.norm(x)))
-        return self.outer(hidden + nn.functional.linear(hidden, self.whole.to(hidden) * self.scale))
+        return self.outer(hidden + nn.functional.linear(hidden, self.quantized.to(hidden) * self.scale))
 
 
 class Widened(nn.Module):
@@ -201,7 +201,7 @@ KINDS = {
     "hook_on_its_input": Kind(Hooked),
     "without_parameters": Kind(Bare),
     "frozen_integers": Kind(Quantized),
-    "complex_numbers": Kind(Turned),
+    "complex_numbers": Kind(Rotated),
     "of_two_dtypes": Kind(InDouble, first=torch.float32, within=1e-5),
 }
 

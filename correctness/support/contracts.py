@@ -75,8 +75,8 @@ def gradient_of_gradient(implementation: Implementation, call: Callable[[], Tens
 
 
 MANY_CALLS = 100_000
-"""Most calls of functions, in Python or C, for an eighth of a large case: some 0.1 s. An implementation that makes
-more, as in Triton's interpreter, is not judged on the whole case."""
+"""Most calls of functions, in Python or C, for the part of a large case that is tried first: some 0.1 s. An
+implementation that makes more, as in Triton's interpreter, is not judged on the whole case."""
 MANY_BYTES = 2**31
 """Most bytes of tensors that a large case may hold on a CPU, if they grow as between two parts of it. An implementation
 that would hold more, as one that pads keys to the queries' length, would take what memory there is."""
@@ -86,19 +86,20 @@ def skip_if_slow(implementation: Implementation, part: Callable[[int], Any], dev
     """Skip the test if `part(share)`, which runs 1/share of its case, makes more than MANY_CALLS calls, or if the whole
     would hold more than MANY_BYTES, and note that it was not asked.
 
-    Both are counted, as time depends on what else the machine does. On a GPU none of ours is skipped; on CPU an
-    interpreter may run it."""
+    Calls and bytes are counted, as time depends on what else the machine does. On a GPU none of ours is skipped; on
+    CPU an interpreter may run it."""
     if device == "cuda" and is_ours(implementation):
         return
     part(share)  # what is compiled first does not count
     if (calls := calls_of(partial(part, share))) > MANY_CALLS:
-        _skip(f"too slow for a large case: 1/{share} of it makes more than {MANY_CALLS:,} calls", calls)
+        _skip(f"too slow for this size: 1/{share} of it makes more than {MANY_CALLS:,} calls", calls)
     if device != "cpu":
         return
     less, more = (_peak(partial(part, of), device) for of in (2 * share, share))
-    whole = more * (more / less) ** math.log2(share) if less else more
+    whole = more * (more / less) ** math.log2(share) if less else more  # bytes as a power of the size
     if whole > MANY_BYTES:
-        _skip(f"too large for a large case: all of it would hold more than {MANY_BYTES:,} bytes", round(whole))
+        assert not is_ours(implementation), f"of this size it would hold {round(whole):,} bytes"
+        _skip(f"too much memory for this size: it would hold more than {MANY_BYTES:,} bytes", round(whole))
 
 
 def _peak(call: Callable[[], Any], device: str) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from correctness.mesh.differences import differences
 from correctness.support.complaints import assert_none
-from correctness.tensor_parallel.training import FIRST, KINDS, in_one_process, train_on_rank
+from correctness.tensor_parallel.training import FIRST_STEPS, KINDS, in_one_process, train_on_rank
 from shardmark.api import Implementation, Mesh
 from shardmark.plugin import WorldsBySize
 
@@ -35,8 +35,8 @@ def test_steps_are_those_of_one_process(
 def test_first_steps_on_other_meshes_are_those_of_one_process(
     implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
 ) -> None:
-    expected = in_one_process(mesh.row_groups, kind, FIRST)
-    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, FIRST)
+    expected = in_one_process(mesh.row_groups, kind, FIRST_STEPS)
+    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, FIRST_STEPS)
     assert_none(differences(ranks, expected, mesh))
 
 

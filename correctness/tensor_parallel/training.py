@@ -23,8 +23,8 @@ from impl.tensor_parallel import TOKENS
 from shardmark.api import Implementation, Mesh, find_blocks
 
 MAX_NORM = 2.0
-FIRST = 4
-"""Steps with every kind of batch: see `batches`."""
+FIRST_STEPS = 4
+"""So many steps have every kind of batch."""
 EVEN = DecoderSize(dim=48, heads=24, kv_heads=12, hidden=48, vocabulary=48)
 """Sizes that two, three and four ranks divide."""
 
@@ -38,7 +38,7 @@ class Kind:
     frozen: tuple[str, ...] = ()
     adam: bool = False
     """AdamW, whose step hides a factor of the gradients; otherwise SGD with momentum, whose step does not."""
-    steps: int = FIRST
+    steps: int = FIRST_STEPS
     context: int = 12
     """Tokens of a row, or twice as many."""
 

@@ -31,7 +31,8 @@ PartOfGroup = tuple[dict[str, Any], dict[str, Any]]
 
 class BucketedDataParallel(DataParallel):
     """`bucket_mb` is the largest bucket's size in MB of 2^20 bytes, as PyTorch's `bucket_cap_mb`. `reduce_dtype` is the
-    dtype of communication, by default the gradients' own. ValueError unless they are positive and floating-point.
+    dtype in which real gradients are communicated, by default their own. ValueError unless they are positive and
+    floating-point.
 
     Each gradient has a slot in a bucket. A new gradient is divided by the world size as it is written into its slot,
     and `.grad` becomes the slot, so nothing is copied back. Where `.grad` is the slot already, as in every backward

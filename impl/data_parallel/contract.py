@@ -25,8 +25,10 @@ class DataParallelWrapper(Protocol):
       parameter's `.grad` is the average over the group's ranks of what backward passes through the wrapper's outputs
       added to it since it was cleared, in its shape and dtype (complex ones too), as exact as that dtype allows, and
       bitwise equal on every rank: in whatever order gradients arrive, however late a rank is, whatever accumulated
-      before. A second backward outside of `no_sync` before it counts too, or is a RuntimeError, also where gradients
-      are cleared between the two, or both forward passes come first. To call it again changes nothing.
+      before. A second backward outside of `no_sync` before it counts too, or is a RuntimeError; also where gradients
+      are cleared between the two backward passes, and where both forward passes precede them. To call it again changes
+      nothing.
+    - Later calls leave what a call has returned as it is.
     - The loss may do with outputs and parameters what it may without the wrapper: change outputs in place, leave some
       out, use parameters itself, take gradients by `torch.autograd.grad` before backward. Parts of the module may be
       recomputed in backward. Sparse gradients, and parts that are recomputed in passes of their own (`use_reentrant`),
@@ -47,7 +49,7 @@ class DataParallelWrapper(Protocol):
     another group; frozen parameters are not communicated and tied ones once; `bucket_mb`, in MB of 2^20 bytes of the
     gradients' dtype, is the size of what is communicated at once.
 
-    Options of some: `reduce_dtype` is the dtype of communication, by default the gradients' own. Without
+    Options of some: `reduce_dtype` is the dtype in which real gradients are communicated, by default their own. Without
     `find_unused_parameters` every backward pass must reach every parameter. The suite's own wrappers raise RuntimeError
     at an `optimizer.step()` on gradients that were not averaged (`impl.data_parallel.base`).
 

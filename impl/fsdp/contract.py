@@ -29,6 +29,7 @@ class FullySharded(Protocol):
     - A call is the module's own: arguments, hooks, outputs (in tuples, lists and dicts too, of which a loss may use
       any, and in subclasses of these and dataclasses, which keep their classes), gradients of inputs. Where a
       unit's inputs or outputs are changed in place it is right, or an error; its forward may run again in backward.
+      Later calls leave what a call has returned as it is.
     - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
       shard's `.grad`, of its shape and dtype, is this rank's part of the average over the ranks. A gradient missing on
       a rank counts as zero, unless parameters are DTensors, which are reduced one by one; one missing on all is zero or

@@ -132,12 +132,18 @@ def last_call() -> tuple[frozenset[Feature], Call] | None:
     return _LEDGER[-1].last if _LEDGER else None
 
 
-def note_events(events: Iterable[str], last: tuple[frozenset[Feature], Call] | None = None) -> None:
+def forget_last_call() -> None:
+    """Before the test plays another history."""
+    if _LEDGER:
+        _LEDGER[-1].last = None
+
+
+def note_events(events: Iterable[str], last: tuple[frozenset[Feature], Call] | None) -> None:
     """Note, for the verdict, what the running test has done before it fails, a line an event, and the last call then,
-    where the test has called more since."""
+    as the test may have called more since."""
     if _LEDGER:
         _LEDGER[-1].events[:] = events
-        _LEDGER[-1].last = last or _LEDGER[-1].last
+        _LEDGER[-1].last = last
 
 
 def watched(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +144,10 @@ def snippet(implementation: Implementation, call: Call) -> list[str]:
     if source.endswith(".py"):
         lines = [f"import sys, torch; sys.path.insert(0, {str(Path(source).parent)!r})"]
     module = Path(source).stem if source.endswith(".py") else source
-    if source and all(part.isidentifier() for part in module.split(".")):
+    if source and all(part.isidentifier() and not iskeyword(part) for part in module.split(".")):
         lines.append(f"from {module} import {attribute} as mine")
     elif source:
-        lines.append(f"mine = __import__({module!r}).{attribute}")
+        lines += ["import importlib", f"mine = importlib.import_module({module!r}).{attribute}"]
     else:
         lines = ["import impl, torch", "from shardmark.api import resolve"]
         lines.append(f"mine = resolve({owner.name!r}, {implementation.spec!r}).adapted")

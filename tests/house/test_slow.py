@@ -1,4 +1,4 @@
-"""Large cases are left to implementations that make few calls, whatever else the machine does; the verdict says so."""
+"""Large cases are left to implementations that make few calls and hold few bytes; the verdict says so."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -41,9 +41,9 @@ def test_what_makes_few_calls_is_judged(device: str, theirs: Implementation) -> 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_makes_many_calls_is_skipped_and_the_verdict_says_so(device: str, theirs: Implementation) -> None:
-    with ledger() as notes, pytest.raises(pytest.skip.Exception, match="too slow for a large case"):
+    with ledger() as notes, pytest.raises(pytest.skip.Exception, match="too slow for this size"):
         skip_if_slow(theirs, makes(MANY_CALLS + 1), device)
-    assert notes.unasked == ["too slow for a large case: 1/8 of it makes more than 100,000 calls"]
+    assert notes.unasked == ["too slow for this size: 1/8 of it makes more than 100,000 calls"]
 
 
 def test_what_is_compiled_first_does_not_count(theirs: Implementation) -> None:
@@ -58,7 +58,7 @@ def test_what_holds_more_than_there_may_be_is_skipped(power: int, judged: bool, 
     def part(share: int) -> Tensor:
         return torch.zeros(2**16 * 8**power // share**power, dtype=torch.uint8)
 
-    skips = nullcontext() if judged else pytest.raises(pytest.skip.Exception, match="too large for a large case")
+    skips = nullcontext() if judged else pytest.raises(pytest.skip.Exception, match="too much memory for this size")
     with ledger() as notes, patch.object(contracts, "MANY_BYTES", 2**21), skips:
         skip_if_slow(theirs, part, "cpu")
     assert bool(notes.unasked) != judged

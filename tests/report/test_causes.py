@@ -46,7 +46,7 @@ class Mine:
 """
 
 
-@pytest.mark.parametrize("name", ["gated_by_method", "7_gated"])
+@pytest.mark.parametrize("name", ["gated_by_method", "7_gated", "lambda"])
 def test_a_methods_call_to_paste_calls_the_method_of_both(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
