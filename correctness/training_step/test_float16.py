@@ -22,7 +22,12 @@ from shardmark.api import Implementation
 pytestmark = pytest.mark.family("training_step")
 
 CLOSE = 0.02
-"""Allowed relative error of float16 gradients: many roundings of at most 0.001 each."""
+"""Allowed relative error of float16 gradients and losses: many roundings of at most 0.001 each."""
+
+
+def assert_loss(found: Tensor, expected: float, when: str) -> None:
+    off = abs(found.item() / expected - 1)
+    assert off < CLOSE, f"the loss of {when} is {found.item():.6g}, {expected:.6g} is right"
 
 
 def test_float16_takes_the_step_of_unscaled_gradients(implementation: Implementation, device: str) -> None:
@@ -49,7 +54,7 @@ def test_a_float16_step_that_overflows_is_skipped_with_a_warning(
 ) -> None:
     """It leaves nothing in the optimizer: the next step is as if it were the first."""
     of = setting(implementation, device, "float16", optimizer=optimizer, lr=1.0, momentum=0.9)
-    before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
+    before, (right, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
 
     def overflow(grad: Tensor) -> Tensor:
         grad = grad.clone()
@@ -59,7 +64,8 @@ def test_a_float16_step_that_overflows_is_skipped_with_a_warning(
     hook = of.model.get_parameter(name).register_hook(overflow)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        of.step(of.tokens, of.targets)
+        loss = of.step(of.tokens, of.targets)
+    assert_loss(loss, right, f"a step with gradients of {bad}")
     for changed, value in values(of.model).items():
         assert torch.equal(value, before[changed]), f"gradients of {bad} have changed {changed}: it is not skipped"
     kinds = [each.category for each in caught]
@@ -70,7 +76,8 @@ def test_a_float16_step_that_overflows_is_skipped_with_a_warning(
     of.optimizer.zero_grad()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        of.step(of.tokens, of.targets)
+        loss = of.step(of.tokens, of.targets)
+    assert_loss(loss, right, "the step after the skipped one")
     assert_gradients(taken(before, values(of.model), 1.0), expected, CLOSE, "step after the skipped one")
 
 
@@ -120,7 +127,7 @@ def test_the_loss_scale_falls_until_gradients_fit(
     """`most` is the largest scale at which gradients fit; below 1 for gradients larger than float16 can hold."""
     lr = 1 / slope
     of = setting(implementation, device, "float16", Steep(slope), lr=lr)
-    before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
+    before, (right, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
     largest = most * 1.1 * expected["output.weight"].abs().max().item()
     weight = of.model.get_parameter("output.weight")
     weight.register_hook(lambda grad: torch.where(grad.abs() > largest, torch.inf, grad))
@@ -129,7 +136,7 @@ def test_the_loss_scale_falls_until_gradients_fit(
         warnings.simplefilter("ignore")
         while steps and torch.equal(weight, before["output.weight"]):
             of.optimizer.zero_grad()
-            of.step(of.tokens, of.targets)
+            assert_loss(of.step(of.tokens, of.targets), right, f"float16 step {41 - steps}")
             steps -= 1
     assert steps, f"gradients fit into float16 at a loss scale of {most:g} and below; 40 steps were skipped"
     assert_gradients(taken(before, values(of.model), lr), expected, CLOSE, "first step that fits")

@@ -135,3 +135,13 @@ class LossStaysScaled(EagerStep):
         super().update()
         if last := self.__dict__.pop("last", None):
             last[0].div_(last[1])
+
+
+@defect(cause="state", caught_by="test_a_float16_step_that_overflows_is_skipped_with_a_warning")
+class UnscalesItsLossByTheNextScale(EagerStep):
+    """facebookresearch/fairchem#617: divides the scaled loss by the scale after the update, which an overflow halves."""
+
+    def __call__(self, tokens: Tensor, targets: Tensor, mark: Any = lambda part: None) -> Tensor:
+        before = self.scaler.get_scale()
+        loss = super().__call__(tokens, targets, mark)
+        return loss * before / self.scaler.get_scale()
