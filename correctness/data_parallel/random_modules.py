@@ -84,6 +84,7 @@ class Zoo(nn.Module):
 
     def __init__(self, kinds: Sequence[Kind], tied: Sequence[int], start: str, rank: int) -> None:
         super().__init__()
+        self.without_parameters = nn.Identity()  # a child that is passed over must not end what is done for each
         self.p, self.inner = nn.ParameterList(), nn.Module()
         self.inner.p = nn.ParameterList()
         own = []

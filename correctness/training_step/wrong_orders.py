@@ -139,7 +139,7 @@ class LossStaysScaled(EagerStep):
 
 @defect(cause="state", caught_by="test_a_float16_step_that_overflows_is_skipped_with_a_warning")
 class UnscalesItsLossByTheNextScale(EagerStep):
-    """facebookresearch/fairchem#617: divides the scaled loss by the scale after the update, which an overflow halves."""
+    """facebookresearch/fairchem#617: divides the scaled loss by the scale after the update: an overflow halves it."""
 
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Any = lambda part: None) -> Tensor:
         before = self.scaler.get_scale()
