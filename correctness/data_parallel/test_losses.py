@@ -25,6 +25,10 @@ pytestmark = pytest.mark.family("data_parallel")
 Call = Callable[[nn.Module, Tensor], Tensor]
 
 
+def _as_it_is(part: nn.Module, x: Tensor) -> Tensor:
+    return part(x)  # type: ignore[no-any-return]
+
+
 class TwoHeads(nn.Module):
     """A trunk with two heads."""
 
@@ -33,7 +37,7 @@ class TwoHeads(nn.Module):
         self.trunk = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh())
         self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
 
-    def forward(self, x: Tensor, call: Call = lambda part, x: part(x)) -> list[Tensor]:
+    def forward(self, x: Tensor, call: Call = _as_it_is) -> list[Tensor]:
         """(rows, 4) -> two of (rows, 3); `call` calls each part."""
         for part in self.trunk:
             x = call(part, x)
@@ -104,10 +108,6 @@ def _after_an_error(model: Any, module: nn.Module, x: Tensor, rank: int) -> None
     with suppress(RuntimeError):
         model(x[:, :-1])
     _loss(model(x)).backward()
-
-
-def _as_it_is(part: nn.Module, x: Tensor) -> Tensor:
-    return part(x)  # type: ignore[no-any-return]
 
 
 def _recomputed(part: nn.Module, x: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ class _Search:
         self.events: list[str] = []
         """That history, a line an event, up to where it fails."""
         self.call: Any = None
-        """The last call of that history."""
+        """The last call that the history in `events` made."""
 
     def try_one(self, histories: SearchStrategy[Any], number: int) -> None:
         """Play the simplest history first, then a freshly drawn one each time: Hypothesis' own next examples would

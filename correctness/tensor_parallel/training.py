@@ -24,7 +24,7 @@ from shardmark.api import Implementation, Mesh, find_blocks
 
 MAX_NORM = 2.0
 FIRST_STEPS = 4
-"""So many steps have every kind of batch."""
+"""Number of steps in which every kind of batch occurs: see `batches`."""
 EVEN = DecoderSize(dim=48, heads=24, kv_heads=12, hidden=48, vocabulary=48)
 """Sizes that two, three and four ranks divide."""
 

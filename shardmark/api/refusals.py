@@ -128,7 +128,7 @@ def note_unasked(line: str) -> None:
 
 
 def last_call() -> tuple[frozenset[Feature], Call] | None:
-    """The last call of the running test, for `note_events`."""
+    """The last call that the running test has made, with its values of the refusable kinds; for `note_events`."""
     return _LEDGER[-1].last if _LEDGER else None
 
 

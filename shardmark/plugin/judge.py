@@ -302,7 +302,7 @@ def not_refusable(implementation: Implementation, error: Unsupported) -> BaseExc
 
 
 def _is_beside(path: Path, folder: str) -> bool:
-    """Whether the path is a folder beside that of the family's checks."""
+    """Whether the path is a folder of other families' checks."""
     return path.name != folder != "" and (path.parent / folder).is_dir() and not (path / folder).is_dir()
 
 

@@ -54,7 +54,7 @@ def test_in_one_process_its_events_are_told() -> None:
 
 
 def test_the_call_that_is_told_is_of_the_shortest_history_that_fails() -> None:
-    """And not of a shorter one that was tried after it and did not fail."""
+    """A shorter history that was tried later, and did not fail, has made the last call."""
 
     class Contract:
         def __call__(self, number: int) -> None: ...
