@@ -40,7 +40,7 @@ def test_first_steps_on_other_meshes_are_those_of_one_process(
     assert_none(differences(ranks, expected, mesh))
 
 
-@pytest.mark.meshes("tp=2", "shard=2,tp=2")
+@pytest.mark.meshes("shard=2,tp=2")
 def test_recomputing_a_forward_pass_changes_nothing(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -71,19 +71,26 @@ KINDS = {
 
 
 def model_of(kind: str, device: str) -> Decoder:
-    """The same model on every rank, in float64. Its norms' weights are not 1, nor its biases 0."""
+    """The same model on every rank, in float64."""
     chosen = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = Decoder(chosen.size)
-        for module in model.modules():
-            if chosen.biases and isinstance(module, nn.Linear):
-                module.bias = nn.Parameter(torch.empty(module.out_features))
-        for name, parameter in model.double().named_parameters():
-            if parameter.ndim == 1:
-                nn.init.uniform_(parameter, 0.5, 1.5)
-            parameter.requires_grad_(name not in chosen.frozen)
+        model = weighted(Decoder(chosen.size), lambda name: chosen.biases)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in chosen.frozen)
     return model.to(device)
+
+
+def weighted(model: Decoder, has_bias: Callable[[str], bool]) -> Decoder:
+    """The model in float64, with a bias in each linear layer whose name says so; norms' weights are not 1, nor biases
+    0."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and has_bias(name):
+            module.bias = nn.Parameter(torch.empty(module.out_features))
+    for parameter in model.double().parameters():
+        if parameter.ndim == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
 
 
 def optimizer_of(kind: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
