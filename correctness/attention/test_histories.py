@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -52,16 +53,16 @@ class Running(RunningCall):
             f"of {call}, for {call.needs}: out {'requires a' if out.requires_grad else 'has no'} gradient"
         )
         if call.nan is None:
-            self._assert_accurate({"out": out})
+            self._assert_accurate({"out": out}, self.inputs)
             return
         seen = out[..., call.nan_key if call.is_causal else 0 :, 0]
         assert seen.isnan().all(), (
             f"of {call}: out is a number for queries that attend to the NaN, however small its weight"
         )
 
-    def _assert_accurate(self, found: dict[str, Tensor], times: float = 1) -> None:
-        """Check results of the inputs, and of `times` the output's gradient."""
-        inputs = [*self.inputs[:3], times * self.inputs[3]]
+    def _assert_accurate(self, found: dict[str, Tensor], drawn: list[Tensor], times: float = 1) -> None:
+        """Check results of what was drawn, with `times` the output's gradient."""
+        inputs = [*drawn[:3], times * drawn[3]]
         found = {name: x.detach().to(self.call.dtype) for name, x in found.items()}
         arithmetic, when = self.call.arithmetic, f"of {self.call}: "
         assert_accurate(found, inputs, self.call.is_causal, TIMES, when, arithmetic)
@@ -69,13 +70,17 @@ class Running(RunningCall):
     def backward(self) -> None:
         """Run backward as the call asks; a second backward may raise an error."""
         call, needed = self.call, {name: x for name, x in self.leaves.items() if x.requires_grad}
-        grad = self.inputs[3].to(self.out.dtype)
+        grad, drawn = self.inputs[3].to(self.out.dtype), copy.deepcopy(self.inputs)
         if call.backward == "backward":
             self.out.backward(grad)
             gradients = {name: x.grad for name, x in self.leaves.items()}
         else:
-            with self.mode_of_backward():
+            gradients: dict[str, Any] = {}
+            with self.mode_of_backward(), self.after_a_change(*self.leaves.values(), self.out):
                 gradients = self._gradients(needed, grad, retain_graph=call.backward == "twice")
+            if not gradients:  # an error, because a tensor has changed
+                self.waits = False
+                return
         for name, x in self.leaves.items():
             given = gradients.get(name) is not None
             assert given == x.requires_grad, (
@@ -86,7 +91,7 @@ class Running(RunningCall):
             )
         found = {f"d{name}": gradients[name] for name in needed}
         if call.nan is None:
-            self._assert_accurate(found)
+            self._assert_accurate(found, drawn)
         if call.backward == "twice":
             for x in found.values():
                 if 0 not in x.stride():  # or it is expanded
@@ -96,7 +101,7 @@ class Running(RunningCall):
             except RuntimeError:
                 again = {}
             if call.nan is None:
-                self._assert_accurate({f"d{name}": x for name, x in again.items()}, times=-2)
+                self._assert_accurate({f"d{name}": x for name, x in again.items()}, drawn, times=-2)
         self.results |= found
         self.kept |= {name: x.clone() for name, x in found.items()}
         self.waits = False

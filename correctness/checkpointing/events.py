@@ -21,6 +21,7 @@ CHANGES = (
 )  # fmt: skip
 PLACES = ("itself", "itself", "in a tuple", "in a dict", "in a list", "in an object", "after None", "the input")
 OUTPUTS = ("a tensor", "a tensor", "a tensor", "a view written in place", "a tuple", "a dict", "an object")
+ODD_BLOCKS = (None, None, None, None, "ignores its input", "returns its input")
 AGAIN = (None, None, None, "retained", "differentiated")
 LAYOUTS = ("contiguous", "contiguous", "transposed", "expanded", "another batch")
 WAYS = ("backward", "backward(inputs=some)", "grad of all", "grad of some")
@@ -76,6 +77,8 @@ class History:
     """Freeze each parameter whose index this divides; 0: none."""
     blocks: str
     """"different", "shared weights", or "the same": pairs of blocks are one object."""
+    odd: tuple[str | None, int]
+    """One of `ODD_BLOCKS`, as embeddings of positions and layers that are skipped do; index of that block."""
     dtype: torch.dtype
     born: str
     """Mode of the model when the policy is applied."""
@@ -118,6 +121,7 @@ HISTORIES = st.builds(
     x_needs_grad=st.booleans(),
     frozen=st.sampled_from((0, 0, 1, 2, 3)),
     blocks=st.sampled_from(("different", "different", "shared weights", "the same")),
+    odd=st.tuples(st.sampled_from(ODD_BLOCKS), st.integers(0, 4)),
     dtype=st.sampled_from((torch.float32, torch.float32, torch.float64, torch.bfloat16)),
     born=st.sampled_from(("train", "train", "eval")),
     extra=st.lists(
@@ -151,9 +155,9 @@ class Block(nn.Module):
     Where it returns more than a tensor, it takes that too, and passes on a second tensor.
     """
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, odd: str | None) -> None:
         super().__init__()
-        self.output = history.output
+        self.output, self.odd = history.output, odd
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
         part: nn.Module = nn.Identity() if history.dropout is None else history.dropout(0.4)
         whole = isinstance(part, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout))
@@ -164,7 +168,11 @@ class Block(nn.Module):
         self.part = part
 
     def forward(self, given: Any, *args: Any, flag: bool = False, **kwargs: Any) -> Any:
+        if self.odd == "returns its input":
+            return given
         x, beside = taken(given)
+        if self.odd == "ignores its input":
+            x = torch.ones_like(x)
         hidden = nn.functional.gelu(self.up(x if beside is None else x + beside))
         for place, each in enumerate(tree_leaves([args, kwargs])):
             scale = getattr(each, "scale", each)
@@ -201,7 +209,8 @@ def taken(output: Any) -> tuple[Tensor, Tensor | None]:
 class Model(nn.Module):
     def __init__(self, history: History) -> None:
         super().__init__()
-        blocks = [Block(history) for _ in range(history.layers)]
+        odd, at = history.odd
+        blocks = [Block(history, odd if i == at % history.layers else None) for i in range(history.layers)]
         if history.blocks == "the same":
             blocks = [blocks[i // 2] for i in range(history.layers)]
         elif history.blocks == "shared weights":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from correctness.data_parallel.averaging import wrap
 from correctness.data_parallel.events import FINISH, Event, History, Limits, Setting
-from correctness.data_parallel.random_modules import Zoo, has_gradients, numbers
+from correctness.data_parallel.random_modules import RETURNS, Zoo, has_gradients, numbers, tensors_of
 from correctness.data_parallel.reference import Gradients
 from correctness.engine.histories_on_ranks import Alike
 from correctness.support.communication import delayed, quiet, recorded, slow_gradients
@@ -164,7 +164,10 @@ class Wrapper:
         weights, order = self._weights(event, rank, pass_), self._reached(event, rank, pass_)
         given = [None if weight is None else weight.to(self.device) for weight in weights]
         seen = event.draw(dist.get_rank(), pass_).randrange(100)
-        loss = self.model(given, order=order, seen=seen)
+        returns = event.draw("returns", pass_).choice([*RETURNS])
+        loss, beside = tensors_of(self.model(given, order=order, seen=seen, returns=returns))
+        if beside is not None and beside.requires_grad:
+            self.wrong.append(f"of {returns} that it returns, a tensor requires a gradient that needed none")
         self.returned.append((loss.detach(), loss.detach().clone()))
         for name, buffer in self.buffers.items():
             if name.endswith("calls"):

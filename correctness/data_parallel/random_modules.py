@@ -1,8 +1,9 @@
 """Random modules with known gradients: every kind of parameter and buffer."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -102,11 +103,29 @@ class Zoo(nn.Module):
             module.register_buffer("rotations", torch.tensor([rank + 2j, -rank - 0.5j]))
             module.register_buffer("scratch", torch.full((2,), rank + 0.5), persistent=False)
 
-    def forward(self, weights: Sequence[Tensor | None], *, order: Sequence[int], seen: float) -> Tensor:
-        """Loss () in float64; uses the parameters in the given order."""
+    def forward(
+        self, weights: Sequence[Tensor | None], *, order: Sequence[int], seen: float, returns: str = "a loss"
+    ) -> Any:
+        """Loss () in float64, in one of `RETURNS`; uses the parameters in the given order."""
         for module in (self, self.inner):
             module.calls += 1
             module.seen.fill_(seen)
             module.scratch = torch.full_like(module.scratch, seen)  # a new tensor each time
         products = [self.uses[i] * weights[i].conj() for i in order if weights[i] is not None]
-        return sum((each.real.double().sum() for each in products), torch.zeros((), dtype=torch.float64))
+        loss = sum((each.real.double().sum() for each in products), torch.zeros((), dtype=torch.float64))
+        return RETURNS[returns](loss, torch.tensor([seen, 1.0], dtype=torch.float64))
+
+
+RETURNS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a loss": lambda loss, beside: loss,
+    "a tuple": lambda loss, beside: (beside, loss),
+    "a dict": lambda loss, beside: {"loss": loss, "more": [beside, None, "words"]},
+}
+"""What a call of the module returns: the loss, and a tensor beside it that needs no gradient."""
+
+
+def tensors_of(returned: Any) -> tuple[Tensor, Tensor | None]:
+    """The loss, and the tensor beside it."""
+    if isinstance(returned, Tensor):
+        return returned, None
+    return (returned["loss"], returned["more"][0]) if isinstance(returned, dict) else (returned[1], returned[0])

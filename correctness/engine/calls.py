@@ -5,8 +5,8 @@ Each family's own `RunningCall` checks a call's results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,10 @@ MODES: dict[str, Callable[[str], AbstractContextManager[object]]] = {
 }
 """Surroundings of a call's forward. As offloading does, the last one saves contiguous copies for backward."""
 
-BACKWARDS = ("grad", "in its mode", "backward", "twice", "never")
+AFTER_A_CHANGE = "after a change"
+BACKWARDS = ("grad", "in its mode", "backward", "twice", AFTER_A_CHANGE, "never")
 """How backward runs: by `torch.autograd.grad`, outside of the call's mode or in it, or by `backward()`; twice, the
-second time with other gradients."""
+second time with other gradients; or after an argument or a result has changed in place, where it may raise an error."""
 
 
 def _moved(x: Tensor) -> Tensor:
@@ -62,6 +63,9 @@ class RunningCall:
 
     def called(self, function: Callable[..., Any], *tensors: Tensor) -> Any:
         """Call the function; if the call is checkpointed, forward runs once more in backward."""
+        if self.call.backward == AFTER_A_CHANGE:
+            with torch.compiler.set_stance("force_eager"):  # the compiler saves views, which hide a change
+                return function(*tensors)
         if not (self.call.checkpointed and self.waits):
             return function(*tensors)
         return checkpoint(function, *tensors, use_reentrant=self.call.backward == "backward")
@@ -69,6 +73,21 @@ class RunningCall:
     def mode_of_backward(self) -> AbstractContextManager[object]:
         device = next(iter(self.memory.values())).device.type
         return MODES[self.call.mode](device) if self.call.backward == "in its mode" else nullcontext()
+
+    @contextmanager
+    def after_a_change(self, *changeable: Tensor) -> Iterator[None]:
+        """Around backward, if the call asks for it: one of these tensors changes in place before, and a RuntimeError
+        may come of it. Autograd sees a change of what `save_for_backward` has, and not of an attribute of ctx, or of a
+        view that `Tensor.data` made."""
+        if self.call.backward != AFTER_A_CHANGE:
+            yield
+            return
+        with torch.no_grad(), suppress(RuntimeError):  # where elements share memory, nothing changes
+            changeable[self.call.seed % len(changeable)].mul_(-0.5)
+        self.before = {name: x.clone() for name, x in self.memory.items()}
+        self.kept = {name: x.clone() for name, x in self.results.items()}
+        with suppress(RuntimeError):
+            yield
 
     def spend(self) -> None:
         """Overwrite the results, as a caller may that adds to a loss, clips gradients or sets them to zero."""

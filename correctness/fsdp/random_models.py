@@ -185,7 +185,8 @@ def recipes(without: tuple[str, ...] = ()) -> st.SearchStrategy[Recipe]:
 
 
 class RandomModel(nn.Module):
-    """(rows, DIM) -> "output" of (rows, 2 DIM), and "sides": additional outputs of layers with several."""
+    """(rows, DIM) -> "output" of (rows, 2 DIM), "sides": additional outputs of layers with several, and "found": a number
+    that needs no gradient."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -203,7 +204,8 @@ class RandomModel(nn.Module):
             if isinstance(x, dict):
                 x, more = x["of"]
                 sides += more
-        return {"output": [self.output(x + extra.shift[0])], "sides": sides}
+        output = self.output(x + extra.shift[0])
+        return {"output": [output], "sides": sides, "found": [output.detach().mean()]}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from correctness.engine.histories import events_of, one_in
 from correctness.engine.histories_on_ranks import even_and_odd_ranks, hold_on_ranks
@@ -170,7 +170,7 @@ class Beside:
         states = self.model.state_dict(), self.plain.state_dict()
         return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, states)
 
-    def forward(self, value: int) -> None:
+    def forward(self, value: int) -> str:
         self.step_number += 1
         every = Rows.of(self.step_number, self.ranks, self.device)
         mine = every.share(self.rank)
@@ -180,7 +180,10 @@ class Beside:
             rows.require_gradients(inputs)
         outputs = mine.outputs(self.model)
         self.returned += [(each.detach(), each.detach().clone()) for each in (*outputs["output"], *outputs["sides"])]
-        self.open.append((mine, mine.loss(outputs, sides), every, every.loss(every.outputs(self.plain), sides)))
+        plains = every.outputs(self.plain)
+        self.open.append((mine, mine.loss(outputs, sides), every, every.loss(plains, sides)))
+        found, expected = ([each.requires_grad for each in tree_leaves(of)] for of in (outputs, plains))
+        return "" if found == expected else f"which outputs require a gradient: {found}, without the wrapper {expected}"
 
     def backward(self, value: int) -> str:
         mine, own, every, whole = self.open.pop(value % len(self.open))

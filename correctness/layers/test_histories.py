@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,10 +141,10 @@ class Running(RunningCall):
                 assert (x.grad is not None) == x.requires_grad, f"of {self.call}: the gradient of {name} is {x.grad}"
             self._take({f"grad_{name}": x.grad for name, x in self.leaves.items() if x.grad is not None})
         else:
-            twice = self.call.backward == "twice"
-            with self.mode_of_backward():
+            twice, found, drawn = self.call.backward == "twice", dict[str, Tensor](), copy.deepcopy(self.inputs)
+            with self.mode_of_backward(), self.after_a_change(*self.leaves.values(), *self.found.values()):
                 found = gradients(self.found, self.leaves, self.inputs, retain_graph=twice)
-            self._take(found)
+            self._take(found, drawn)
             if twice:
                 for x in found.values():
                     if 0 not in x.stride():  # or it is expanded

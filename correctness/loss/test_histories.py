@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import replace
 from typing import Any
@@ -67,7 +68,8 @@ class Running(RunningCall):
                 assert (found[name] is not None) == x.requires_grad, f"of {call}, for {call.needs}: {name} is {given}"
             found = {name: found[name] for name in needed}
         else:
-            with self.mode_of_backward():
+            self.inputs, found = copy.deepcopy(self.inputs), {}  # as drawn, if a leaf changes
+            with self.mode_of_backward(), self.after_a_change(*self.leaves.values(), self.loss):
                 found = self._gradients(scaled, needed, retain_graph=call.backward == "twice")
         self._take(found)
         if call.backward == "twice":

@@ -129,8 +129,9 @@ def model_of(history: History, device: str) -> Decoder:
 
 
 def batch_of(seed: int, history: History, device: str) -> Batch:
-    """Rows of several lengths, which the ranks divide if they divide the model's sizes, some of whose memory lies in another order, with targets left out here and there, and
-    in some batches everywhere; in most, positions begin again within a row."""
+    """Rows of several lengths, which the ranks divide if they divide the model's sizes. The memory of some lies in
+    another order; targets are left out here and there, and in some batches everywhere; in most, positions begin again
+    within a row."""
     random = torch.Generator().manual_seed(seed)
     ranks, length = history.mesh.size, seed // 3 % 8
     shape = 1 + seed % 3, ranks + length if history.uneven else ranks * (1 + length)
