@@ -237,6 +237,7 @@ def as_expected(
         got = found[name]
         if got.shape != value.shape:
             return f"{what} {name} has the shape {tuple(got.shape)}, expected {tuple(value.shape)}"
+        got, value = (torch.view_as_real(x.detach()) if x.is_complex() else x for x in (got, value))
         if not torch.allclose(got.double(), value.double(), rtol=close, atol=close):
             return f"{what} {name} is not as expected: {_difference(got.double(), value.double())}"
     return ""

@@ -35,29 +35,10 @@ class Layer(nn.Module):
         return x + self.outer(self.inner(x).tanh())
 
 
-class Frozen(Layer):
-    def __init__(self, width: int, bias: bool) -> None:
-        super().__init__(width, bias)
-        self.requires_grad_(False)
-
-
-class PartlyFrozen(Layer):
-    def __init__(self, width: int, bias: bool) -> None:
-        super().__init__(width, bias)
-        self.inner.requires_grad_(False)
-
-
 class Tied(Layer):
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__(DIM, bias)
         self.outer.weight = self.inner.weight
-
-
-class Twice(Layer):
-    def forward(self, x: Tensor, extra: Extra) -> Tensor:
-        for _ in range(2):
-            x = super().forward(x, extra)
-        return x
 
 
 class Unused(Layer):
@@ -138,10 +119,7 @@ class Recurrent(Layer):
 
 KINDS: dict[str, type[Layer]] = {
     "layer": Layer,
-    "frozen": Frozen,
-    "partly frozen": PartlyFrozen,
     "tied": Tied,
-    "twice": Twice,
     "unused": Unused,
     "some rows": SomeRows,
     "counting": Counting,
@@ -151,17 +129,40 @@ KINDS: dict[str, type[Layer]] = {
 }
 
 
+class Made(NamedTuple):
+    """A layer of a recipe, by its key in `KINDS`."""
+
+    kind: str
+    width: int
+    bias: bool
+    frozen: str
+    """"all" of its parameters, the "first" half, or none."""
+    times: int
+    """How often a forward pass calls it."""
+
+    def __str__(self) -> str:
+        words = [f"{self.kind} of width {self.width}", *["with bias"] * self.bias]
+        words += [f"{self.frozen} frozen"] * bool(self.frozen) + [f"called {self.times} times"] * (self.times > 1)
+        return " ".join(words)
+
+    def layer(self) -> Layer:
+        layer = KINDS[self.kind](self.width, self.bias)
+        parameters = list(layer.parameters())
+        for parameter in parameters[: len(parameters) // (1 if self.frozen == "all" else 2)] if self.frozen else ():
+            parameter.requires_grad_(False)
+        return layer
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """A model: kind, width and bias of each layer."""
+    """A model."""
 
-    layers: tuple[tuple[str, int, bool], ...]
+    layers: tuple[Made, ...]
     units: str
     """Modules to wrap: the linear layers, the layers, or the root module alone."""
 
     def __str__(self) -> str:
-        layers = [f"{kind} of width {width}{' with bias' * bias}" for kind, width, bias in self.layers]
-        return f"{', '.join(layers)}; units: {self.units}"
+        return f"{', '.join(map(str, self.layers))}; units: {self.units}"
 
     def make(self, seed: int, device: str) -> RandomModel:
         """Make the model in the dtype of exact checks; the same seed gives the same weights."""
@@ -180,7 +181,9 @@ class Recipe:
 def recipes(without: tuple[str, ...] = ()) -> st.SearchStrategy[Recipe]:
     """Draw one to four layers, with widths down to one."""
     kinds = st.sampled_from([kind for kind in KINDS if kind not in without])
-    layers = st.lists(st.tuples(kinds, st.sampled_from([1, 2, 5, 9]), st.booleans()), min_size=1, max_size=4)
+    frozen, times = st.sampled_from(["", "", "", "all", "first"]), st.sampled_from([1, 1, 1, 2])
+    made = st.builds(Made, kinds, st.sampled_from([1, 2, 5, 9]), st.booleans(), frozen, times)
+    layers = st.lists(made, min_size=1, max_size=4)
     return st.builds(Recipe, layers.map(tuple), st.sampled_from(["linears", "layers", "root"]))
 
 
@@ -190,7 +193,8 @@ class RandomModel(nn.Module):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(KINDS[kind](width, bias) for kind, width, bias in recipe.layers)
+        self.layers = nn.ModuleList(made.layer() for made in recipe.layers)
+        self.order = [i for i, made in enumerate(recipe.layers) for _ in range(made.times)]
         self.scale = nn.Parameter(torch.rand(1))  # PyTorch shards no parameter without dimensions
         self.output = nn.Linear(DIM, 2 * DIM)
 
@@ -199,8 +203,8 @@ class RandomModel(nn.Module):
             raise TypeError(f"the argument was an Extra, and arrived as a {type(extra).__name__}")
         sides: list[Tensor] = []
         x = x * self.scale  # so that backward runs through the same layers on every rank
-        for layer in self.layers:
-            x = layer(x, extra)
+        for i in self.order:
+            x = self.layers[i](x, extra)
             if isinstance(x, dict):
                 x, more = x["of"]
                 sides += more

@@ -29,7 +29,7 @@ from impl.fsdp.nested_tensors import bases_of, changed, entrances, tensors_in
 from impl.fsdp.nine_linears_accounting import formulas
 from impl.fsdp.prefetch_order import Order
 from impl.fsdp.split_into_units import device_of, split
-from impl.fsdp.units import Unit
+from impl.fsdp.units import Call, Unit
 from shardmark.api import Race, register
 
 
@@ -97,6 +97,8 @@ class FullyShardedDataParallel(PlainStateDict):
         self._reducing: Unit | None = None  # one reduce-scatter at a time, because each needs memory
         self._unsynchronized = False  # True where gradients were accumulated on this rank alone, and not reduced since
         self._backwards = BackwardPasses()
+        self._forwards = 0  # so many so far
+        self._begun: set[int] = set()  # the numbers of those whose backward has, or that raised
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
@@ -110,6 +112,7 @@ class FullyShardedDataParallel(PlainStateDict):
             return self.module(*args, **kwargs)
         except BaseException:
             if not backward_runs():  # a forward recomputed in backward that raises makes backward raise
+                self._begun.add(self._forwards)
                 self._discard_step()
             raise
 
@@ -122,17 +125,18 @@ class FullyShardedDataParallel(PlainStateDict):
         self._gather(unit, self._backward_order if recomputing else self._forward_order)
         args = tuple(changed(x, self._cast) for x in args)
         kwargs = {name: changed(x, self._cast) for name, x in kwargs.items()}
-        unit.given = bases_of((args, kwargs))
+        call = unit.last_call = Call(self._forwards, bases_of((args, kwargs)))
         if torch.is_grad_enabled() and not recomputing:
-            unit.calls += 1
+            unit.calls.add(call)
             # Backward of a unit is complete when its inputs have their gradients: autograd runs the newest operators
             # first, so it reaches the ones that made the inputs after all of the unit's own.
             inputs = [x for x in tensors_in((args, kwargs)) if x.grad_fn is not None]
             if inputs:
-                register_multi_grad_hook(inputs, partial(self._after_backward, unit))
+                register_multi_grad_hook(inputs, partial(self._after_backward, unit, call))
         return args, kwargs
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        call, unit.last_call = unit.last_call, None
         if unit.in_backward:
             return  # this forward was recomputed, and backward is about to read the full parameters
         unit.install_shards()
@@ -141,21 +145,24 @@ class FullyShardedDataParallel(PlainStateDict):
             if unit is self._root:
                 self.sharding.wait_for_host_memory()  # the optimizer may write the shards next
             return
-        for x in entrances(output, unit.given):
-            x.register_hook(partial(self._before_backward, unit))
+        assert call is not None
+        for x in entrances(output, call.given):
+            x.register_hook(partial(self._before_backward, unit, call))
         if self.reshard_after_forward and unit is not self._root:
             unit.reshard()
 
-    def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
+    def _before_backward(self, unit: Unit, call: Call, gradient: Tensor) -> None:
+        self._begun.add(call.forward)
+        unit.calls.add(call)  # again, where a retained graph is run once more
         self._unsynchronized = True
         self._backwards.watch()
         if not unit.in_backward and unit.read_in_backward:
             self._gather(unit, self._backward_order)
         unit.in_backward = True
 
-    def _after_backward(self, unit: Unit, gradients: Any) -> None:
-        unit.calls -= 1
-        if unit.calls <= 0:
+    def _after_backward(self, unit: Unit, call: Call, gradients: Any) -> None:
+        unit.calls.discard(call)
+        if not unit.calls:
             self._reduce(unit)
 
     def _gather(self, unit: Unit, order: Order) -> None:
@@ -193,7 +200,8 @@ class FullyShardedDataParallel(PlainStateDict):
             self._reducing = None
         for unit in self.units:
             unit.reshard()
-            unit.calls, unit.reduced = 0, False
+            unit.end_step(self._begun)
+        self._begun.clear()
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
@@ -243,13 +251,15 @@ class FullyShardedDataParallel(PlainStateDict):
             self._finish_backward()
         for unit in self.units:
             unit.reshard()
+        self._forwards += 1
         self._forward_order.begin()
         self._backward_order.begin()
 
     def _discard_step(self) -> None:
         """Free what a step had gathered or reduced in part. Other ranks started the same collectives, so wait."""
         for unit in self.units:
-            unit.discard_step()
+            unit.discard_step(self._begun)
+        self._begun.clear()
         self._reducing = None
         self._backwards.forget()
         self._unsynchronized = False

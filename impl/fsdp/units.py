@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from weakref import WeakSet
+
 import torch
 from torch import nn
 
@@ -9,6 +12,17 @@ from impl.fsdp.flat_parameters import Flat, Sharding
 
 Place = tuple[nn.Module, str]
 """A module and the name of a parameter in it."""
+
+
+class Call:
+    """A forward pass of a unit, which its autograd graph keeps alive: it ends with backward, or where the graph is
+    dropped."""
+
+    def __init__(self, forward: int, given: set[int]) -> None:
+        self.forward = forward
+        """The number of the wrapper's forward pass that it is a part of."""
+        self.given = given
+        """The ids of the tensors that it was given, of a view that of its base."""
 
 
 class Unit:
@@ -22,13 +36,13 @@ class Unit:
         self.flats: list[Flat] = []
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self.add(places, sharding)
-        self.calls = 0
-        """Number of forward passes whose backward is not complete."""
+        self.calls: WeakSet[Call] = WeakSet()
+        """Forward passes whose backward is not complete."""
         self.in_backward = False
         """True if backward has begun and full parameters have been gathered for it."""
         self.reduced = False
-        self.given: set[int] = set()
-        """The ids of the tensors that its last forward was given, of a view that of its base."""
+        self.last_call: Call | None = None
+        """The forward pass that runs, between the module's hooks."""
 
     def add(self, places: dict[nn.Parameter, list[Place]], sharding: Sharding, kind: type[Flat] = Flat) -> None:
         """Add these parameters to the unit."""
@@ -90,9 +104,16 @@ class Unit:
         flats = [flat for flat in self.flats if flat.trainable and self.reduced and not flat.reducing]
         return [parameter for flat in flats for parameter in flat.parameters]
 
-    def discard_step(self) -> None:
+    def discard_step(self, ended: Collection[int]) -> None:
         """Free the full parameters and gradients of a step that raised, including gradients being reduced."""
         self.reshard()
         for flat in self.flats:
             flat.discard_gradients()
-        self.calls, self.reduced = 0, False
+        self.end_step(ended)
+
+    def end_step(self, ended: Collection[int]) -> None:
+        """Forget the calls in these forward passes, whose graphs an error may keep alive; others go on waiting for
+        their backward."""
+        self.reduced = False
+        for call in [call for call in self.calls if call.forward in ended]:
+            self.calls.discard(call)
