@@ -121,7 +121,7 @@ RETURNS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a tuple": lambda loss, beside: (beside, loss),
     "a dict": lambda loss, beside: {"loss": loss, "more": [beside, None, "words"]},
 }
-"""What a call of the module returns: the loss, and a tensor beside it that needs no gradient."""
+"""Returns of a call: the loss, and a tensor beside it that needs no gradient."""
 
 
 def tensors_of(returned: Any) -> tuple[Tensor, Tensor | None]:

@@ -188,8 +188,8 @@ def recipes(without: tuple[str, ...] = ()) -> st.SearchStrategy[Recipe]:
 
 
 class RandomModel(nn.Module):
-    """(rows, DIM) -> "output" of (rows, 2 DIM), "sides": additional outputs of layers with several, and "found": a number
-    that needs no gradient."""
+    """(rows, DIM) -> "output" of (rows, 2 DIM), "sides": additional outputs of layers with several, and "found": a
+    number that needs no gradient."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """compute_dtype and reduce_dtype: visible in matrix products and in what is communicated, not only in the errors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -70,17 +70,33 @@ class Wide(nn.Sequential):
         super().__init__(nn.Linear(DIM, 31, bias=False), nn.Tanh(), nn.Linear(31, 2 * DIM, bias=False))
 
 
-def products_on_rank(implementation: Implementation, compute: torch.dtype | None, device: str) -> list[str]:
-    """The dtypes of products in forward and in backward."""
+def products_on_rank(implementation: Implementation, compute: torch.dtype | None, device: str) -> dict[str, str]:
+    """The dtypes of products in forward, in backward and in evaluation, before a step and after one."""
     model, x, y = _float32(implementation, device, compute_dtype=compute)
-    found = []
-    with Products() as products:
-        forward = (model(x).float() - y).square().mean()
-    found.append(_named(products.dtypes))
-    with Products() as products:
-        forward.backward()
+    found = {}
+
+    def note(where: str, function: Callable[[], Tensor | None]) -> Tensor | None:
+        with Products() as products:
+            returned = function()
+        found[where] = _named(products.dtypes)
+        return returned
+
+    def evaluate(where: str) -> None:
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                note(f"{where}, in {mode.__name__}", lambda: model(x))
+
+    model.module.eval()
+    evaluate("evaluation")
+    model.module.train()
+    evaluate("a forward pass that is not trained on")
+    forward = note("forward", lambda: (model(x).float() - y).square().mean())
+    assert forward is not None
+    note("backward", forward.backward)
     model.finish_gradient_synchronization()
-    return [*found, _named(products.dtypes)]
+    model.module.eval()
+    evaluate("evaluation after a step")
+    return found
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
@@ -88,9 +104,9 @@ def test_compute_dtype_is_what_matrices_are_multiplied_in(
     implementation: Implementation, world: World, compute: str, device: str
 ) -> None:
     dtype = None if compute == "float32" else getattr(torch, compute)
-    for forward, backward in world.run(products_on_rank, implementation, dtype, device):
-        assert forward == compute, f"forward multiplied in {forward}, with compute_dtype={compute}"
-        assert backward == compute, f"backward multiplied in {backward}, with compute_dtype={compute}"
+    for found in world.run(products_on_rank, implementation, dtype, device):
+        for where, products in found.items():
+            assert products == compute, f"{where} multiplied in {products}, with compute_dtype={compute}"
 
 
 @on_every_rank

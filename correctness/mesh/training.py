@@ -247,45 +247,6 @@ def resume_on_rank(implementation: Implementation, mesh: Mesh, kind: str, device
     return [went_on, resumed]
 
 
-BAD = DecoderSize.vocabulary - 1
-"""A token whose embedding is not a number."""
-
-
-def with_a_bad_token(groups: int, step: int) -> list[Batch]:
-    """Batches without that token, but in the last row of step 1."""
-    found = [(tokens % BAD, positions, targets.clone()) for tokens, positions, targets in batches(groups, step)]
-    if step == 1:
-        found[-1][0][-1, -1] = BAD
-        found[-1][2][-1, -1] = 0
-    return found
-
-
-def _with_a_bad_embedding(kind: str, device: str) -> Decoder:
-    model = model_of(kind, device)
-    model.tok_embeddings.weight.data[BAD] = torch.nan
-    return model
-
-
-def meet_a_bad_token_on_rank(implementation: Implementation, mesh: Mesh, device: str, max_norm: float) -> Trace:
-    trainer = trainer_of(implementation, mesh, "plain", device, max_norm, _with_a_bad_embedding)
-    return _without_bad(train(trainer, partial(own_batches, mesh, device, of=with_a_bad_token), range(3)))
-
-
-def bad_token_in_one_process(groups: int) -> Trace:
-    max_norm = max_norm_of(groups, "plain")
-    trainer = one_process("plain", max_norm, _with_a_bad_embedding)
-    return _without_bad(train(trainer, partial(with_a_bad_token, groups), range(3), max_norm))
-
-
-def _without_bad(trace: Trace) -> Trace:
-    """Leave out the step's loss, norm and gradients, and that embedding."""
-    trace.losses[1] = trace.norms[1] = 0.0
-    del trace.gradients[1]
-    for parameters in trace.parameters.values():
-        parameters["tok_embeddings.weight"][BAD] = 0
-    return trace
-
-
 def one_process(kind: str, max_norm: float, of: Callable[[str, str], Decoder] = model_of, **options: Any) -> OneProcess:
     return OneProcess(partial(of, kind, "cpu"), partial(optimizer_of, kind), None, max_norm=max_norm, **options)
 

@@ -80,7 +80,7 @@ class History:
 
 @st.composite
 def histories(draw: st.DrawFn, mesh: Mesh) -> History:
-    """Of plain models more than half, as an implementation may refuse others."""
+    """More than half are of plain models, as an implementation may refuse others."""
     ranks = mesh.size
     kv_heads, per_group = ranks * draw(st.integers(1, 2)), draw(st.integers(1, 3))
     head_dim, plain = 2 * draw(st.integers(1, 2)), not draw(one_in(3))
@@ -149,7 +149,7 @@ def batch_of(seed: int, history: History, device: str) -> Batch:
 
 @dataclass
 class Waiting:
-    """What a call returned, and what one process did."""
+    """The result of a call, and that of one process."""
 
     found: Tensor
     expected: Tensor
@@ -163,7 +163,7 @@ class Beside:
         self.plain = model_of(history, device)
         self.waiting: list[Waiting] = []
         self.returned: list[tuple[Tensor, Tensor]] = []
-        """What calls returned, and copies: users read it late."""
+        """Results of calls, and copies: users read them late."""
         self.alike: list[Alike] = []
         self.model: nn.Module | None = None
         on = history.mesh.device_mesh(torch.device(device).type)
@@ -246,7 +246,7 @@ class Beside:
             self.wrong = self.wrong or "what was computed without autograd requires a gradient"
 
     def backward(self, value: int) -> None:
-        """Of a sum, whose gradient is expanded, or of the values by random weights."""
+        """Run the backward pass of a sum, whose gradient is expanded, or of the values by random weights."""
         if not self.waiting:
             return
         each = self.waiting.pop(value % len(self.waiting))

@@ -70,10 +70,18 @@ class History:
     """Kind of the model, see `moody_model`."""
     twice: bool = False
     """A second step with its own model plays each event too, with other batches."""
+    graded: bool = False
+    """The model has gradients when the step is made; not in float16, whose scale is the step's own."""
 
     def __str__(self) -> str:
         frozen = f"parameters {', '.join(map(str, self.frozen))} frozen" if self.frozen else ""
-        return ", ".join(filter(None, [f"a {self.kind} model", frozen, "two steps in turn" if self.twice else ""]))
+        words = [
+            f"a {self.kind} model",
+            frozen,
+            "two steps in turn" if self.twice else "",
+            "with gradients" if self.graded else "",
+        ]
+        return ", ".join(filter(None, words))
 
 
 def problem_of(implementation: Implementation, history: History, precision: str, device: str) -> Problem | None:
@@ -110,10 +118,15 @@ class _Player:
         parameters = list(model.parameters())
         for i in history.frozen:
             parameters[i % len(parameters)].requires_grad_(False)
+        graded = history.graded and precision != "float16"
+        for p in parameters if graded else ():
+            p.grad = 0.1 * torch.randn_like(p) if p.requires_grad else None
         self.of = setting(implementation, device, precision, model, all_parameters=True, **OPTIONS)
         self.wide = copy.deepcopy(self.of.model).double()
         self.names = [name for name, _ in self.wide.named_parameters()]
         self.found, self.expected = (list(each.parameters()) for each in (self.of.model, self.wide))
+        for own, right in zip(self.found, self.expected, strict=True):
+            right.grad = None if own.grad is None else own.grad.double()
         self.optimizer = torch.optim.SGD([{"params": self.expected[:1]}, {"params": self.expected[1:]}], **OPTIONS)
         self.start = [p.detach().clone() for p in self.expected]
         if precision == "float16":

@@ -125,6 +125,7 @@ histories = st.builds(
     st.lists(st.integers(0, 11), max_size=2),
     st.sampled_from(KINDS),
     st.sampled_from([False, False, True]),
+    st.booleans(),
 )
 
 

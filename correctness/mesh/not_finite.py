@@ -1,0 +1,67 @@
+"""A step whose gradients are not finite, on every rank or on the one that has an embedding's row."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from correctness.mesh.training import (
+    Trace,
+    batches,
+    max_norm_of,
+    model_of,
+    one_process,
+    own_batches,
+    train,
+    trainer_of,
+)
+from impl.mesh import Decoder, DecoderSize
+from impl.mesh.decoder import IGNORED, Batch
+from shardmark.api import Implementation, Mesh
+
+WHERE = ("everywhere", "in_one_row")
+"""Where gradients are not finite: in every parameter, or in the row of an embedding alone, which is all that trains."""
+BAD = DecoderSize.vocabulary - 1
+"""A token whose embedding is NaN."""
+
+
+def _batches(where: str, groups: int, step: int) -> list[Batch]:
+    """Batches without that token, but in the last row of step 1: at its end, or as all of a row without targets, so
+    that the loss is finite and no other embedding is reached."""
+    found = [(tokens % BAD, positions, targets.clone()) for tokens, positions, targets in batches(groups, step)]
+    if step == 1:
+        tokens, _, targets = found[-1]
+        if where == "everywhere":
+            tokens[-1, -1], targets[-1, -1] = BAD, 0
+        else:
+            tokens[-1], targets[-1] = BAD, IGNORED
+    return found
+
+
+def _model(where: str, kind: str, device: str) -> Decoder:
+    model = model_of(kind, device)
+    model.tok_embeddings.weight.data[BAD] = torch.nan
+    if where == "in_one_row":
+        model.requires_grad_(False).tok_embeddings.requires_grad_(True)
+    return model
+
+
+def train_on_rank(implementation: Implementation, mesh: Mesh, where: str, device: str, max_norm: float) -> Trace:
+    trainer = trainer_of(implementation, mesh, "plain", device, max_norm, partial(_model, where))
+    return _without_bad(train(trainer, partial(own_batches, mesh, device, of=partial(_batches, where)), range(3)))
+
+
+def in_one_process(where: str, groups: int) -> Trace:
+    max_norm = max_norm_of(groups, "plain")
+    trainer = one_process("plain", max_norm, partial(_model, where))
+    return _without_bad(train(trainer, partial(_batches, where, groups), range(3), max_norm))
+
+
+def _without_bad(trace: Trace) -> Trace:
+    """Leave out the step's loss, norm and gradients, and that embedding."""
+    trace.losses[1] = trace.norms[1] = 0.0
+    del trace.gradients[1]
+    for parameters in trace.parameters.values():
+        parameters["tok_embeddings.weight"][BAD] = 0
+    return trace
