@@ -1,0 +1,294 @@
+"""Random pipelines and their histories, beside one process: stages that give one another any tensors, and steps between
+which callers change what they like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from correctness.engine.histories import events_of, one_in
+from correctness.engine.histories_on_ranks import Alike
+from correctness.pipeline.plain import CONTEXT, HIDDEN, VOCABULARY
+from correctness.pipeline.stages import Tensors, loss
+from correctness.pipeline.training import group_of, named
+from correctness.support.batches import left_as_they_are
+from correctness.support.default_dtype import default_dtype
+from impl.mesh.decoder import IGNORED
+from shardmark.api import Implementation, Mesh, Unsupported
+
+WITHIN = 1e-9
+"""Relative to the largest value of a tensor, in float64, after several steps."""
+RATE, FACTOR = 0.02, 0.75
+MOST_STAGES = 8
+
+OUTPUTS = ("rows", "number", "integers", "mask", "constant", "given", "numbers of none")
+"""Tensors that a stage may give beside its values: a number of each row; one of all rows; integers that float64 does
+not have; a mask; floats that need no gradient; the first tensor that it was given; and one without elements."""
+
+EVENTS = {
+    "step": "a step",
+    "update": "each parameter takes a step of its gradient",
+    "clear": "gradients to None",
+    "zero": "gradients to zero, in place",
+    "scale": "gradients scaled in place, as clipping does",
+    "weights": "a parameter changed in place by the caller",
+    "mode": "train() or eval()",
+    "freeze": "a parameter frozen, or thawed",
+}
+
+
+class Event(NamedTuple):
+    kind: str
+    """A key of `EVENTS`."""
+    value: int = 0
+    """A seed of the micro-batches, or the number of a parameter, modulo how many there are."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.value}): {EVENTS[self.kind]}"
+
+
+class Boundary(NamedTuple):
+    """The tensors that a stage gives the next one, and which of them that one uses."""
+
+    width: int
+    beside: tuple[str, ...]
+    """Of `OUTPUTS`."""
+    place: int
+    """Number of the values among the tensors."""
+    transposed: bool
+    """The values are a view whose rows do not lie one after the other."""
+    used: int
+    """A mask of the tensors beside the values that the next stage uses."""
+
+    def __str__(self) -> str:
+        beside = f" and {', '.join(self.beside)}" if self.beside else ""
+        return f"{'transposed ' * self.transposed}values at {self.place}{beside} (used: {self.used:b})"
+
+
+@dataclass(frozen=True)
+class History:
+    mesh: Mesh
+    micro_batches: int
+    unequal: bool
+    boundaries: tuple[Boundary, ...]
+    """Behind stage 0, 1, and so on; more than there may be."""
+    frozen: tuple[int, ...]
+    """Numbers of the parameters that are frozen from the start; the first stage's embedding is number 0."""
+    events: list[Event]
+
+    def __str__(self) -> str:
+        words = [f"{self.micro_batches} micro-batches{' of any rows' * self.unequal}"]
+        words += [f"stage {i} gives {each}" for i, each in enumerate(self.boundaries[: self.mesh.size - 1])]
+        words += [f"parameters {', '.join(map(str, self.frozen))} frozen"] * bool(self.frozen)
+        return "; ".join(words)
+
+
+@st.composite
+def histories(draw: st.DrawFn, mesh: Mesh) -> History:
+    def boundary() -> Boundary:
+        beside = tuple(draw(st.lists(st.sampled_from(OUTPUTS), max_size=3)))
+        transposed = draw(one_in(3))
+        place, used = draw(st.integers(0, len(beside))), draw(st.integers(0, 7))
+        return Boundary(2 * draw(st.integers(1, 4)), beside, place, transposed, used)
+
+    kinds = ["step"] * 4 + ["update", "update", "clear", "zero", "scale", "weights", "mode", "freeze", "freeze"]
+    events = events_of(
+        draw, draw(st.sampled_from([2, 4, 6, 8])), lambda: Event(draw(st.sampled_from(kinds)), draw(st.integers(0, 99)))
+    )
+    frozen = () if draw(st.booleans()) else tuple(draw(st.lists(st.integers(0, 20), max_size=5)))
+    boundaries = tuple(boundary() for _ in range(MOST_STAGES))
+    count, unequal = draw(st.integers(1, 6)), draw(one_in(2))
+    return History(mesh, count, unequal, boundaries, frozen, [*events, Event("step", draw(st.integers(0, 99)))])
+
+
+class Stage(nn.Module):
+    """A stage between two boundaries: its values are those that it was given, through two layers, times a factor of
+    each other tensor that it uses."""
+
+    def __init__(self, before: Boundary | None, after: Boundary | None, stage: int) -> None:
+        super().__init__()
+        self.before, self.after, self.number = before, after, stage
+        width = 6 if before is None else before.width
+        self.embedding = nn.Embedding(VOCABULARY, width) if before is None else None
+        self.inner = nn.Linear(width, HIDDEN)
+        self.outer = nn.Linear(HIDDEN, VOCABULARY if after is None else after.width, bias=stage % 2 == 0)
+
+    def forward(self, *given: Tensor) -> Any:
+        if self.before is None:
+            assert self.embedding is not None
+            x, more = self.embedding(given[0]), []
+        else:
+            more = [*given]
+            x = more.pop(self.before.place)
+            x = x.transpose(0, 1) if self.before.transposed else x
+            more = [each for i, each in enumerate(more) if self.before.used >> i & 1]
+        hidden = torch.tanh(self.inner(x))
+        for each in more:
+            hidden = hidden * (1 + 0.1 * _factor(each))
+        values = self.outer(hidden)
+        if self.after is None:
+            return values
+        found = [_beside(what, hidden, given[0]) for what in self.after.beside]
+        found.insert(self.after.place, values.transpose(0, 1) if self.after.transposed else values)
+        return tuple(found) if len(found) > 1 or self.number % 2 else found[0]
+
+
+def _factor(x: Tensor) -> Tensor:
+    """A number of each row of a tensor of one dimension, and one number of any other tensor, in which places count."""
+    x = (x - 2**60).double() if x.dtype == torch.int64 and (x > 2**59).any() else x.double()
+    if x.dim() == 1:
+        return torch.sin(x)[:, None, None]
+    return torch.sin(x.flatten() @ torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device).cos())
+
+
+def _beside(what: str, hidden: Tensor, first: Tensor) -> Tensor:
+    match what:
+        case "rows":
+            return hidden.square().mean((1, 2))
+        case "number":
+            return hidden.square().mean()
+        case "integers":
+            return 2**60 + torch.arange(len(hidden), device=hidden.device)
+        case "mask":
+            return torch.arange(len(hidden), device=hidden.device) % 2 == 0
+        case "constant":
+            return torch.linspace(0, 1, len(hidden), device=hidden.device, dtype=hidden.dtype)
+        case "given":
+            return first
+    return hidden[:, :, :0].flatten(1)
+
+
+def build(history: History, device: str, stage: int, stages: int) -> Stage:
+    """A stage with the same weights on every rank."""
+    with torch.random.fork_rng(devices=[]), default_dtype(torch.float64):
+        torch.manual_seed(70 + stage)
+        before = history.boundaries[stage - 1] if stage else None
+        made = Stage(before, history.boundaries[stage] if stage < stages - 1 else None, stage)
+    for i, parameter in enumerate(made.parameters(), 4 * stage):
+        parameter.requires_grad_(i not in history.frozen)
+    return made.to(device)
+
+
+def batches_of(history: History, seed: int, device: str) -> tuple[list[Tensors], list[Tensor]]:
+    """Tokens and targets, (rows, CONTEXT), of each micro-batch; in some all targets are left out."""
+    random = torch.Generator().manual_seed(seed)
+    inputs, targets = [], []
+    for number in range(history.micro_batches):
+        rows = 1 + (seed + number) % 3 if history.unequal else 3
+        tokens, aims = (torch.randint(VOCABULARY, (rows, CONTEXT), generator=random) for _ in range(2))
+        aims[torch.rand(aims.shape, generator=random) > (0.7 if (seed + number) % 5 else 0)] = IGNORED
+        inputs.append((tokens.to(device),))
+        targets.append(aims.to(device))
+    return inputs, targets
+
+
+class Beside:
+    """A pipeline, and all of its stages in one process, on this rank; each event runs on both."""
+
+    def __init__(self, implementation: Implementation, history: History, device: str) -> None:
+        self.history, self.device, self.after, self.wrong = history, device, 0, ""
+        self.alike: list[Alike] = []
+        self.returned: list[tuple[Any, float]] = []
+        """Losses that steps returned, and their values then: users read them late."""
+        group = group_of(history.mesh, device)
+        self.pipeline: Any = None
+        with suppress(Unsupported):  # no event says anything then
+            self.pipeline = implementation.watched(
+                partial(build, history, device), group, history.micro_batches, loss=loss, unequal=history.unequal
+            )
+            every: list[Any] = [None] * group.size()
+            dist.all_gather_object(every, max(self.pipeline.modules), group=group)
+            stages = range(max(every) + 1)
+            self.plain = {stage: build(history, device, stage, len(stages)) for stage in stages}
+
+    def play(self, event: Event) -> None:
+        self.after += 1
+        if self.pipeline is not None:
+            getattr(self, event.kind)(event.value)
+
+    def problem(self) -> str:
+        if not self.wrong and any(float(found) != value for found, value in self.returned):
+            return "a loss that an earlier step returned is another number now"
+        return self.wrong
+
+    def pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """This rank's parameters by name, and those of one process."""
+        right = named(self.plain)
+        for name, parameter in named(self.pipeline.modules).items():
+            yield name, parameter, right[name]
+
+    def differ(self, what: str, found: Tensor | None, expected: Tensor | None) -> None:
+        """Note the first difference; zeros may stand for no gradient."""
+        if self.wrong:
+            return
+        if found is None or expected is None:
+            if (expected is not None and expected.any()) or (found is not None and found.any()):
+                self.wrong = f"{what} is {'missing' if found is None else 'there, and one process has none'}"
+            return
+        error, largest = (found - expected).abs().max(), expected.abs().max().clamp(min=1e-3)
+        if not error <= WITHIN * largest:
+            self.wrong = f"{what} is off by {error / largest:.3g} of its largest value"
+
+    def step(self, value: int) -> None:
+        given = batches_of(self.history, value, self.device)
+        with left_as_they_are(given):
+            found = self.pipeline.step(*given)
+        expected = sum(loss(self._passed(x), y) for x, y in zip(*given, strict=True))
+        if isinstance(expected, Tensor) and expected.requires_grad:
+            expected.backward()
+        self.returned.append((found, float(found)))
+        self.alike.append(
+            Alike(self.after, "what a step returned:", tuple(range(self.history.mesh.size)), {"the loss": float(found)})
+        )
+        self.differ("the loss", torch.as_tensor(float(found)), torch.as_tensor(float(expected)))
+        for name, own, right in self.pairs():
+            self.differ(f"the gradient of {name}", own.grad, right.grad)
+
+    def _passed(self, x: Any) -> Any:
+        for stage in self.plain.values():
+            x = stage(*x) if isinstance(x, tuple) else stage(x)
+        return x
+
+    def both(self, change: Callable[[nn.Parameter], object]) -> None:
+        """Change this rank's parameters, and all of one process."""
+        for parameter in (*named(self.pipeline.modules).values(), *named(self.plain).values()):
+            change(parameter)
+
+    def of_one(self, value: int, change: Callable[[nn.Parameter], object]) -> None:
+        """Change one parameter, on whatever rank it is."""
+        names = sorted(named(self.plain))
+        for parameters in (named(self.pipeline.modules), named(self.plain)):
+            if (parameter := parameters.get(names[value % len(names)])) is not None:
+                change(parameter)
+
+    def update(self, value: int) -> None:
+        self.both(lambda p: p.detach().sub_(RATE * p.grad) if p.grad is not None else None)
+        for name, own, right in self.pairs():
+            self.differ(f"the parameter {name}", own.detach(), right.detach())
+
+    def clear(self, value: int) -> None:
+        self.both(lambda p: setattr(p, "grad", None))
+
+    def zero(self, value: int) -> None:
+        self.scale(0)
+
+    def scale(self, value: int) -> None:
+        self.both(lambda p: p.grad.mul_(FACTOR * bool(value)) if p.grad is not None else None)
+
+    def weights(self, value: int) -> None:
+        self.of_one(value, lambda p: p.detach().mul_(-FACTOR))
+
+    def freeze(self, value: int) -> None:
+        self.of_one(value, lambda p: p.requires_grad_(not p.requires_grad))
+
+    def mode(self, value: int) -> None:
+        for module in (*self.pipeline.modules.values(), *self.plain.values()):
+            module.train(bool(value % 2))
