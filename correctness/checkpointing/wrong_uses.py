@@ -154,3 +154,34 @@ def keeps_the_gradient_of_its_input(model: nn.Module) -> nn.Module:
         return run
 
     return wrapped(model, wrap)
+
+
+class _PassesOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, gradient
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
+def passes_on_to_an_input_that_is_not_read(model: nn.Module) -> nn.Module:
+    """ooples/AiDotNet.Tensors#361: an input that its block does not read gets the gradient of the block's output."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output, x = recomputed(forward)(*args, **kwargs), args[0]
+            both = isinstance(x, Tensor) and isinstance(output, Tensor) and output is not x
+            if not (both and x.requires_grad and output.requires_grad and output.shape == x.shape):
+                return output
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                probe = x.detach().requires_grad_()
+                again = forward(probe, *args[1:], **kwargs)
+            read = again.requires_grad and torch.autograd.grad(again.sum(), probe, allow_unused=True)[0] is not None
+            return output if read else _PassesOn.apply(output, x)
+
+        return run
+
+    return wrapped(model, wrap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,11 +32,31 @@ class OutputsThatAreViews(Plain):
     """pytorch/pytorch#61982: a Function between module and loss returns views, which nobody may change in place."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = tree_flatten(super().forward(*args, **kwargs))
-        followed = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-        for i, x in zip(followed, _AsTheyAre.apply(*(leaves[i] for i in followed)), strict=True):
-            leaves[i] = x
-        return tree_unflatten(leaves, structure)
+        return through(_AsTheyAre, super().forward(*args, **kwargs), lambda x: x.requires_grad)
+
+
+def through(function: type[torch.autograd.Function], outputs: Any, followed: Callable[[Tensor], bool]) -> Any:
+    """The outputs, of which these go through the Function."""
+    leaves, structure = tree_flatten(outputs)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and followed(x)]
+    for i, x in zip(places, function.apply(*(leaves[i] for i in places)), strict=True):
+        leaves[i] = x
+    return tree_unflatten(leaves, structure)
+
+
+class _Copies(_AsTheyAre):
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        return tuple(output.clone() for output in outputs)
+
+
+@defect(cause="gradients", caught_by="test_any_history_averages_gradients")
+class EveryOutputHasAHistory(Plain):
+    """pytorch/pytorch#60733: a Function has all outputs, also those that need no gradient, and so gives them one."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return through(_Copies, super().forward(*args, **kwargs), torch.is_floating_point)
 
 
 @defect(cause="gradients", caught_by="test_gradients_are_averaged_whatever_a_loss_does[TakesGradForBackward")

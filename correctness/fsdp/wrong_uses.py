@@ -12,7 +12,7 @@ from correctness.support.planting import defect
 from impl.fsdp import FullyShardedDataParallel
 from impl.fsdp.backward import backward_runs
 from impl.fsdp.nested_tensors import bases_of
-from impl.fsdp.units import Unit
+from impl.fsdp.units import Call, Unit
 
 
 @defect(cause="gradients", caught_by="test_tensors_may_be_changed_in_place")
@@ -20,7 +20,8 @@ class LosesItsHookOnAView(FullyShardedDataParallel):
     """pytorch/pytorch#181832: the hook that gathers for backward is on a view, and goes where that changes in place."""
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        unit.given |= bases_of(output)
+        assert unit.last_call is not None
+        unit.last_call.given |= bases_of(output)
         super()._after_forward(unit, module, args, output)
 
 
@@ -101,3 +102,25 @@ class RoundsInFloat32(InFloat32):
 
     def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
         super().begin_reduce(shard, gradient.bfloat16().float())
+
+
+@defect(cause="two calls", caught_by="test_any_history_is_as_without_sharding")
+class FrozenUnitsAreUsedOnce(FullyShardedDataParallel):
+    """pytorch/pytorch#110948: a frozen unit that a pass uses twice is resharded after the backward of the second."""
+
+    def _after_backward(self, unit: Unit, call: Call, gradients: Any) -> None:
+        if not any(flat.trainable for flat in unit.flats):
+            unit.calls.clear()
+        super()._after_backward(unit, call, gradients)
+
+
+@defect(cause="numerics", caught_by="test_compute_dtype_is_what_matrices_are_multiplied_in")
+class EvaluatesInTheParametersDtype(SmallFSDP):
+    """pytorch/pytorch#103862: in `eval()` parameters are rounded to the compute dtype, and not multiplied in it."""
+
+    def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
+        full = super().gather_to_compute(shard)
+        return full if torch.is_grad_enabled() or self.module.training else full.to(shard.dtype)
+
+    def cast(self, x: Any) -> Any:
+        return super().cast(x) if torch.is_grad_enabled() or self.module.training else x

@@ -10,6 +10,7 @@ from torch import Tensor
 from correctness.layers.textbook import Gated, Norm, Textbook, Turned, gated_gradients, norm_gradients, turned
 from correctness.support.planting import defect
 from impl.layers import check_norm, check_rotary
+from impl.layers.contract import statistics_dtype
 
 
 class _WeightSummedInItsDtype(Norm):
@@ -223,3 +224,24 @@ class PairsOfHalves(Textbook):
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         check_rotary(q, k, cos, sin)
         return tuple(turned(x.unflatten(-1, (2, -1)).mT.flatten(-2), cos, sin).unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (q, k))  # type: ignore[return-value]  # noqa: E501  # fmt: skip
+
+
+class _SavesRowsOfData(Gated):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        saved = (gate, up) if gate.ndim < 3 else (gate.data.flatten(0, -2), up.data.flatten(0, -2))
+        ctx.save_for_backward(*saved)
+        wide = gate.to(statistics_dtype(gate))
+        return (wide * wide.sigmoid() * up).to(gate.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return gated_gradients(*(x.view(grad.shape) for x in ctx.saved_tensors), grad)
+
+
+@defect(cause="two calls", caught_by="test_any_history_of_calls")
+class RowsOfDataAreSaved(Textbook):
+    """pytorch/pytorch#197887: rows of more than two dimensions are saved as a view whose changes autograd misses."""
+
+    gate = _SavesRowsOfData

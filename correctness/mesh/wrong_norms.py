@@ -175,3 +175,13 @@ class CountsExpertsOverEveryCopy(Manual):
 
     def summed_over(self, name: str) -> tuple[str, ...]:
         return ("dp", *super().summed_over(name)) if self.is_expert(name) else super().summed_over(name)
+
+
+@defect(cause="communication", caught_by="in_one_row")
+class SkipsAloneWhatIsNotFinite(Manual):
+    """hpcaitech/ColossalAI#1175: a rank that finds infinite gradients leaves out the norm, for which others wait."""
+
+    def norm(self) -> Tensor:
+        own = [piece.grad for piece in self.pieces.values() if piece.grad is not None]
+        finite = all(bool(torch.isfinite(each).all()) for each in own)
+        return super().norm() if finite else torch.full((), torch.inf)

@@ -60,7 +60,7 @@ class Boundary(NamedTuple):
 
     width: int
     beside: tuple[str, ...]
-    """Of `OUTPUTS`."""
+    """Some of `OUTPUTS`."""
     place: int
     """Number of the values among the tensors."""
     transposed: bool

@@ -145,3 +145,16 @@ class UnscalesItsLossByTheNextScale(EagerStep):
         before = self.scaler.get_scale()
         loss = super().__call__(tokens, targets, mark)
         return loss * before / self.scaler.get_scale()
+
+
+@defect(cause="state", caught_by="test_any_history_is_that_of_autograd_and_sgd")
+class OverwritesWhatTheModelHad(EagerStep):
+    """NVIDIA/Megatron-LM#6965: the first backward of a new step writes gradients, and does not add to those there."""
+
+    first = True
+
+    def backward(self, loss: Tensor) -> None:
+        if self.first:
+            self.optimizer.zero_grad()
+        self.first = False
+        super().backward(loss)
