@@ -249,6 +249,24 @@ def test_weights_load_into_the_plain_model_and_back(implementation: Implementati
     model.load_state_dict(plain.state_dict())
 
 
+@float64
+@pytest.mark.should("a model of the meta device is whole once `to_empty` and `load_state_dict` have run")
+def test_a_model_of_the_meta_device_is_whole_once_its_state_is_loaded(
+    implementation: Implementation, device: str
+) -> None:
+    """No state has tables of positions, and the memory that `to_empty` gives them has no values."""
+    _, plain = models(implementation, device)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.mul_(4)
+    with torch.device("meta"):
+        model = implementation.watched(SIZE, context_length=CONTEXT)
+    model = model.to_empty(device=device)
+    model.load_state_dict(plain.state_dict())
+    tokens = draw(device)
+    assert_logits(model(tokens), plain(tokens), where=" of an emptied model")
+
+
 @pytest.mark.should("a context that is too long is a ValueError")
 @pytest.mark.parametrize("extra", [1, 8])
 def test_a_context_too_long_is_refused(

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from impl.attention import eager_attention
 from impl.model import SIZES, Transformer, TransformerSize
 from impl.model.layers import RotaryEmbedding, truncated_normal_
 
@@ -50,19 +49,6 @@ def test_positions_are_relative(device: str) -> None:
     for distance in (0, 1, 30):
         along = scores.diagonal(distance)
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_of_the_meta_device_is_whole_once_its_state_is_loaded(device: str) -> None:
-    size, attention = SIZES["tiny"], eager_attention
-    expected = Transformer(size, context_length=16, attention=attention).to(device)
-    with torch.device("meta"):
-        model = Transformer(size, context_length=16, attention=attention)
-    model = model.to_empty(device=device)
-    for buffer in model.buffers():
-        assert buffer.isfinite().all()
-    model.load_state_dict(expected.state_dict())
-    tokens = torch.randint(size.vocab, (2, 16), device=device)
-    assert torch.equal(model(tokens), expected(tokens))
 
 
 @pytest.mark.parametrize(("d_model", "heads"), [(64, 3), (12, 4)], ids=["heads_do_not_divide", "odd_head_dim"])

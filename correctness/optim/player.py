@@ -34,6 +34,8 @@ class Training:
             self.groups.append({"params": params, **own})
         self.optimizer = target([dict(self.groups[0])], **self.options)
         self.kept: tuple[Any, list[Tensor]] | None = None
+        self.held = [*self.optimizer.param_groups]
+        """Groups, as callers hold them who change their options."""
 
     @property
     def params(self) -> list[Tensor]:
@@ -47,9 +49,14 @@ class Training:
     def add_groups(self) -> None:
         for group in self.groups[len(self.optimizer.param_groups) :]:
             self.optimizer.add_param_group(dict(group))
+            self.held.append(self.optimizer.param_groups[-1])
 
     def load(self, how: str, others: Sizes, steps: int | None) -> None:
-        """Load a state; parameters stay, also those that a "used" optimizer has stepped."""
+        """Load a state; parameters stay, also those that a "used" optimizer has stepped. PyTorch makes new groups."""
+        self._load(how, others, steps)
+        self.held = [*self.optimizer.param_groups]
+
+    def _load(self, how: str, others: Sizes, steps: int | None) -> None:
         now = deepcopy(self.optimizer.state_dict()), [p.detach().clone() for p in self.params]
         if steps is not None and how != "back":
             for state in (state for state in now[0]["state"].values() if float(state.get("step", 0))):
@@ -119,8 +126,7 @@ class Training:
             self.load(event.loads, event.others, event.steps)
         if event.weights:
             self.change(*event.weights)
-        groups = self.optimizer.param_groups
-        groups[event.group % len(groups)].update(event.changes)
+        self.held[event.group % len(self.held)].update(event.changes)
         self.step(event.sizes, event)
         if event.remembers:
             self.kept = deepcopy(self.optimizer.state_dict()), [p.detach().clone() for p in self.params]

@@ -88,8 +88,7 @@ class Change:
         return f"set {listed(self.options) or 'nothing'} in group {self.group}, counted round"
 
     def happens(self, training: Training) -> None:
-        groups = training.optimizer.param_groups
-        groups[self.group % len(groups)].update(self.options)
+        training.held[self.group % len(training.held)].update(self.options)
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,7 @@ class Add:
 
     def happens(self, training: Training) -> None:
         training.optimizer.add_param_group(training.new(self.group))
+        training.held.append(training.optimizer.param_groups[-1])
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ class Restore:
         saved, optimizer = training.saved, training.optimizer
         if saved and len(saved["param_groups"]) == len(optimizer.param_groups):
             optimizer.load_state_dict(deepcopy(saved))
+            training.held = [*optimizer.param_groups]
             training.updated = set(training.updated_when_saved)
             _assert_loaded(saved, optimizer.state_dict())
 
@@ -141,6 +142,7 @@ class Reload:
         state = deepcopy(training.optimizer.state_dict())
         training.optimizer = training.anew()
         training.optimizer.load_state_dict(deepcopy(state))
+        training.held = [*training.optimizer.param_groups]
         _assert_loaded(state, training.optimizer.state_dict())
 
 

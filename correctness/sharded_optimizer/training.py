@@ -92,6 +92,8 @@ class Training:
                 for p, value in zip(self.parameters, start.parameters, strict=True):
                     p.copy_(value)
             self.optimizer.load_state_dict(deepcopy(start.state))
+        self.held = [*self.optimizer.param_groups]
+        """Groups, as callers hold them who change their options; loading makes new ones."""
 
     def new(self, group: Group) -> dict[str, Any]:
         """Make a param group and draw its parameters."""
