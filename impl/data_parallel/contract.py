@@ -33,8 +33,8 @@ class DataParallelWrapper(Protocol):
       out, use parameters itself, take gradients by `torch.autograd.grad` before backward. Parts of the module may be
       recomputed in backward. Sparse gradients, and parts that are recomputed in passes of their own (`use_reentrant`),
       may be an error. An error in a forward pass leaves nothing behind.
-    - A gradient that a rank lacks counts as zero; if no rank has one, `.grad` is None or zeros. Frozen parameters have
-      none and may be of integers; tied ones have one.
+    - A gradient that a rank lacks, while it has others, counts as zero; if no rank has one, `.grad` is None or zeros.
+      Frozen parameters have none and may be of integers; tied ones have one.
     - Inside `no_sync()` gradients stay local, are not communicated, and count in the next average. An error ends it as
       the end of its block does.
     - Ranks outside of the process group take no part; several wrappers do not disturb one another.
@@ -43,11 +43,11 @@ class DataParallelWrapper(Protocol):
     Should: ValueError, on every rank, for a module without trainable parameters and where the ranks' modules differ in
     a parameter's name, shape, dtype or `requires_grad`, naming the first; names in `state_dict` are the module's own;
     buffers that forward changes stay each rank's own; `no_sync()` inside another ends nothing but itself, begins when
-    it is entered, and communicates no buffers either; a rank without a backward pass counts as zero; a backward pass
-    without a forward pass of the wrapper, as of a loss of parameters alone, counts too or is an error; parameters may
-    be frozen and thawed after wrapping; strides may have gaps and differ between ranks; a part may be wrapped again in
-    another group; frozen parameters are not communicated and tied ones once; `bucket_mb`, in MB of 2^20 bytes of the
-    gradients' dtype, is the size of what is communicated at once.
+    it is entered, and communicates no buffers either; a rank without a backward pass, or whose pass reaches no
+    parameter, counts as zero; a backward pass without a forward pass of the wrapper, as of a loss of parameters alone,
+    counts too or is an error; parameters may be frozen and thawed after wrapping; strides may have gaps and differ
+    between ranks; a part may be wrapped again in another group; frozen parameters are not communicated and tied ones
+    once; `bucket_mb`, in MB of 2^20 bytes of the gradients' dtype, is the size of what is communicated at once.
 
     Options of some: `reduce_dtype` is the dtype in which real gradients are communicated, by default their own. Without
     `find_unused_parameters` every backward pass must reach every parameter. The suite's own wrappers raise RuntimeError

@@ -35,13 +35,13 @@ class FullySharded(Protocol):
       a rank counts as zero, unless parameters are DTensors, which are reduced one by one; one missing on all is zero or
       None. Gradients add up until they are set to None, each to what the user left of it. Frozen parameters have none,
       and may be of integers; tied ones stay one.
-    - Several forwards may precede their backwards, a forward may have no backward, and evaluation may come at any time,
-      in inference mode too.
+    - A forward may call a unit several times. Several forwards may precede their backwards, a forward may have no
+      backward, and evaluation may come at any time, in inference mode too.
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
       is left, and after an evaluation little more. Ranks outside of the group take no part; several models do not
       disturb one another.
-    - With `compute_dtype`, parameters and floating-point inputs are cast to it, and matrices are multiplied in it;
-      each wrapper has its own. With `reduce_dtype` gradients are communicated in it; the default is the compute dtype
+    - With `compute_dtype`, parameters and floating-point inputs are cast to it, and matrices are multiplied in it, in
+      evaluation too; each wrapper has its own. With `reduce_dtype` gradients are communicated in it; the default is the compute dtype
       or the gradients' own.
     - If there is a `state_dict`, `load_state_dict` takes its result on the same ranks.
 

@@ -41,8 +41,8 @@ class Pipeline(Protocol):
     - Add to the parameters' gradients, in `step`, those of the sum of the losses, as one process does, in float64 to
       1e-12: they accumulate from step to step until they are set to None, and are not scaled. It returns that sum on
       every rank, and later steps leave it as it is.
-    - Leave frozen parameters, of integers too, without a gradient, inputs and targets as they are, and buffers as one
-      process does.
+    - Leave frozen parameters, of integers too and also those frozen or thawed between steps, without a gradient, inputs
+      and targets as they are, and buffers as one process does.
     - Take what a stage may return: tensors of any shapes, dtypes and strides, of which some need no gradient, some are
       those that it was given, and the next one may use only some. The loss is given what the last one returned.
     - Raise an error of a stage on its rank, and leave nothing of a step but gradients.

@@ -19,7 +19,8 @@ class Parallelize(Protocol):
     one axis, `tp`, which may be a part of a larger mesh, in any order of its axes.
 
     The returned module is called in two ways, with the same batch on every rank; tokens, positions and targets are
-    (rows, context) int64, contiguous or not, of other sizes in each call, with positions that begin again anywhere:
+    (rows, context) int64, contiguous or not, of other sizes in each call (with a token for each rank at least, and in
+    models whose sizes the ranks divide as many for each), with positions that begin again anywhere:
 
         model(tokens, positions)           # the whole logits, (rows, context, vocabulary), on every rank
         model(tokens, positions, targets)  # the sum of the cross entropies of all targets but those that are -100
@@ -34,7 +35,8 @@ class Parallelize(Protocol):
       the ranks do not divide.
     - After a backward pass the gradient of a DTensor is one, in which a sum over ranks may still be to be made
       (`Partial`). Whole parameters stay bitwise equal on all ranks.
-    - Frozen parameters keep their values, and tied ones stay one.
+    - Frozen parameters keep their values, also those that are frozen or thawed between calls; tied ones stay one.
+      Several calls may wait for their backward passes, in any order; what a call has returned stays as it is.
     - Dropout draws from the default generators, which ranks of `tp` have in the same state before a call and after it.
       Copies of a value are dropped on all ranks or on none; other tokens and other heads draw independently; a call
       that is recomputed drops the same values.
