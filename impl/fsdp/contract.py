@@ -41,8 +41,8 @@ class FullySharded(Protocol):
       is left, and after an evaluation little more. Ranks outside of the group take no part; several models do not
       disturb one another.
     - With `compute_dtype`, parameters and floating-point inputs are cast to it, and matrices are multiplied in it, in
-      evaluation too; each wrapper has its own. With `reduce_dtype` gradients are communicated in it; the default is the compute dtype
-      or the gradients' own.
+      evaluation too; each wrapper has its own. With `reduce_dtype` gradients are communicated in it; the default is
+      the compute dtype or the gradients' own.
     - If there is a `state_dict`, `load_state_dict` takes its result on the same ranks.
 
     Should: full gradients are freed as backward goes; ValueError for a module without trainable parameters, for a
