@@ -100,11 +100,12 @@ class Pair(NamedTuple):
 
 
 class Recording(nn.Module):
-    """Records the dtype of each tensor it receives."""
+    """Records the dtype of each tensor it receives. Its parameter is its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(DIM))
+        self.product: Callable[[Tensor], Tensor] = self.weighted
+        self.weight: Tensor | None = nn.Parameter(torch.rand(DIM))
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(
@@ -136,15 +137,27 @@ class Recording(nn.Module):
             "boolean": mask,
         }
         self.seen |= {name: tensor.dtype for name, tensor in received.items()}
+        return self.product(x)
+
+    def weighted(self, x: Tensor) -> Tensor:
         return x * self.weight
 
 
+class WithoutParameters(Recording):
+    """All parameters are in another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.product = None, nn.Linear(DIM, DIM)
+
+
+@pytest.mark.parametrize("kind", [Recording, WithoutParameters], ids=["own_parameter", "without_parameters"])
 @pytest.mark.parametrize("compute", [None, torch.bfloat16, torch.float16], ids=["none", "bfloat16", "float16"])
 @on_every_rank
 def test_floating_point_inputs_are_cast_wherever_they_are(
-    implementation: Implementation, compute: torch.dtype | None, device: str
+    implementation: Implementation, compute: torch.dtype | None, kind: type[Recording], device: str
 ) -> str:
-    inner = make(Recording, 0, device, torch.float32)
+    inner = make(kind, 0, device, torch.float32)
     model = wrap(implementation, inner, compute_dtype=compute)
     x = torch.ones(2, DIM, device=device)
     rows, mask = torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device)

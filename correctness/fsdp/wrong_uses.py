@@ -124,3 +124,12 @@ class EvaluatesInTheParametersDtype(SmallFSDP):
 
     def cast(self, x: Any) -> Any:
         return super().cast(x) if torch.is_grad_enabled() or self.module.training else x
+
+
+@defect(cause="options", caught_by="test_floating_point_inputs_are_cast")
+class CastsWhereThereAreParameters(FullyShardedDataParallel):
+    """pytorch/pytorch#99545: inputs of a root all of whose parameters are in other units are not cast."""
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        cast = super()._before_forward(unit, module, args, kwargs)
+        return cast if unit.flats else (args, kwargs)
