@@ -212,7 +212,7 @@ def traced(trainer: Any, of_step: Callable[[int], Sequence[Any]], steps: int, ra
         trace.local = {name: _part(parameter) for name, parameter in trainer.parameters.items()}
     for what, looked_at in (("gradients", trace.gradients), ("parameters", trace.parameters)):
         for step, tensors in looked_at.items():
-            trace.digests[what, step] = {name: _digest(tensor) for name, tensor in tensors.items()}
+            trace.digests[what, step] = {name: digest(tensor) for name, tensor in tensors.items()}
     if dist.get_rank() if rank is None else rank:  # all ranks have the same, to the bit, and the digests tell
         trace.gradients, trace.parameters = {}, {}
     return trace
@@ -220,13 +220,13 @@ def traced(trainer: Any, of_step: Callable[[int], Sequence[Any]], steps: int, ra
 
 def _part(parameter: Tensor) -> tuple[Any, str]:
     if not isinstance(parameter, DTensor):
-        return "whole", _digest(parameter.detach())
+        return "whole", digest(parameter.detach())
     place = parameter.device_mesh.get_coordinate() or []
     cut = [(dim, place[dim]) for dim, each in enumerate(parameter.placements) if not each.is_replicate()]
-    return tuple(cut), _digest(parameter.to_local().detach())
+    return tuple(cut), digest(parameter.to_local().detach())
 
 
-def _digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
