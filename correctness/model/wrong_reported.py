@@ -115,3 +115,22 @@ class AnglesOfTheDefaultDtype(Parts):
     def angles(self, x: Tensor) -> Tensor:
         positions, frequencies = self.positions(x.shape[-2], x), self.frequencies(x)
         return torch.outer(positions.to(self.made_in), frequencies.to(self.made_in)).double()
+
+
+@defect(cause="state", caught_by="test_a_model_of_the_meta_device_is_whole_once_its_state_is_loaded")
+class TablesThatNobodyLoads(Parts):
+    """vllm-project/vllm#16564: no state has the tables of positions, which `to_empty` leaves unwritten."""
+
+    unit: Tensor
+
+    def __init__(self, size: TransformerSize, *, context_length: int) -> None:
+        super().__init__(size, context_length=context_length)
+        self.register_buffer("unit", torch.ones((), dtype=torch.float64), persistent=False)
+
+    def to_empty(self, *args: Any, **kwargs: Any) -> Any:
+        super().to_empty(*args, **kwargs)
+        self.unit.fill_(0.5)  # memory that nobody wrote may have any value
+        return self
+
+    def frequencies(self, x: Tensor) -> Tensor:
+        return super().frequencies(x) * self.unit

@@ -1,5 +1,7 @@
 """Planted defects that show only if parameters are frozen late, with some layouts, or after loading."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,3 +50,16 @@ class TakesTheGradientAsItsMoment(Simple):
         super().move(p, grad, state, group, t)
         if group["betas"][0] == 0:
             state["exp_avg"] = grad.detach()
+
+
+@defect(cause="options", caught_by="test_any_history_is_that_of_adamw")
+class ReplacesItsGroups(Simple):
+    """pytorch/ignite#545: the first step makes groups of its own, so that whoever holds one changes what none reads."""
+
+    ready = False
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.ready:
+            self.param_groups = [dict(group) for group in self.param_groups]
+        self.ready = True
+        return super().step(*args, **kwargs)
