@@ -42,6 +42,11 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, differentiable, in the same memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def check_same_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
     """Raise ValueError, the same on every rank, where nothing is trainable or the ranks' modules differ.
 

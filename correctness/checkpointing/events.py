@@ -21,7 +21,7 @@ CHANGES = (
 )  # fmt: skip
 PLACES = ("itself", "itself", "in a tuple", "in a dict", "in a list", "in an object", "after None", "the input")
 OUTPUTS = ("a tensor", "a tensor", "a tensor", "a view written in place", "a tuple", "a dict", "an object")
-ODD_BLOCKS = (None, None, None, None, "ignores its input", "returns its input")
+ODD_BLOCKS = ("ignores its input", "returns its input")
 AGAIN = (None, None, None, "retained", "differentiated")
 LAYOUTS = ("contiguous", "contiguous", "transposed", "expanded", "another batch")
 WAYS = ("backward", "backward(inputs=some)", "grad of all", "grad of some")
@@ -77,8 +77,9 @@ class History:
     """Freeze each parameter whose index this divides; 0: none."""
     blocks: str
     """"different", "shared weights", or "the same": pairs of blocks are one object."""
-    odd: tuple[str | None, int]
-    """One of `ODD_BLOCKS`, as embeddings of positions and layers that are skipped do; index of that block."""
+    odd: tuple[str, int] | None
+    """One of `ODD_BLOCKS`, and the index of that block: it ignores its input, as an embedding of positions does, or
+    returns it, as a layer that is skipped does."""
     dtype: torch.dtype
     born: str
     """Mode of the model when the policy is applied."""
@@ -121,7 +122,7 @@ HISTORIES = st.builds(
     x_needs_grad=st.booleans(),
     frozen=st.sampled_from((0, 0, 1, 2, 3)),
     blocks=st.sampled_from(("different", "different", "shared weights", "the same")),
-    odd=st.tuples(st.sampled_from(ODD_BLOCKS), st.integers(0, 4)),
+    odd=st.none() | st.none() | st.tuples(st.sampled_from(ODD_BLOCKS), st.integers(0, 4)),
     dtype=st.sampled_from((torch.float32, torch.float32, torch.float64, torch.bfloat16)),
     born=st.sampled_from(("train", "train", "eval")),
     extra=st.lists(
@@ -209,7 +210,7 @@ def taken(output: Any) -> tuple[Tensor, Tensor | None]:
 class Model(nn.Module):
     def __init__(self, history: History) -> None:
         super().__init__()
-        odd, at = history.odd
+        odd, at = history.odd or (None, 0)
         blocks = [Block(history, odd if i == at % history.layers else None) for i in range(history.layers)]
         if history.blocks == "the same":
             blocks = [blocks[i // 2] for i in range(history.layers)]

@@ -167,7 +167,7 @@ class Wrapper:
         returns = event.draw("returns", pass_).choice([*RETURNS])
         loss, beside = tensors_of(self.model(given, order=order, seen=seen, returns=returns))
         if beside is not None and beside.requires_grad:
-            self.wrong.append(f"of {returns} that it returns, a tensor requires a gradient that needed none")
+            self.wrong.append(f"returned in {returns}, a tensor that needs no gradient requires one")
         self.returned.append((loss.detach(), loss.detach().clone()))
         for name, buffer in self.buffers.items():
             if name.endswith("calls"):

@@ -82,8 +82,12 @@ class RunningCall:
         if self.call.backward != AFTER_A_CHANGE:
             yield
             return
-        with torch.no_grad(), suppress(RuntimeError):  # where elements share memory, nothing changes
-            changeable[self.call.seed % len(changeable)].mul_(-0.5)
+        try:
+            with torch.no_grad():
+                changeable[self.call.seed % len(changeable)].mul_(-0.5)
+        except RuntimeError:  # its elements share memory, so that nothing may change
+            yield
+            return
         self.before = {name: x.clone() for name, x in self.memory.items()}
         self.kept = {name: x.clone() for name, x in self.results.items()}
         with suppress(RuntimeError):

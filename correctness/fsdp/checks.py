@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from correctness.fsdp.odd_parameters import Empty, Scalar, Strided
 from correctness.support.exact import exact
 from correctness.support.exact import tolerance as exact_tolerance
 from correctness.support.on_ranks import running_on_ranks
 from correctness.support.whole_batch import DIM, adam, batch, loss, module, own_batch, train
+from impl.distributed import local
 from impl.fsdp import by_type
 from shardmark.api import Implementation
 
@@ -212,11 +212,6 @@ class SGDs:
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: a DTensor's local shard, else the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def contains(model: Any, kind: type) -> bool:

@@ -17,7 +17,6 @@ from correctness.fsdp.checks import (
     first,
     full,
     gradients_as_expected,
-    local,
     make,
     name_in_module,
     on_every_rank,
@@ -48,6 +47,7 @@ from correctness.support.whole_batch import (
     loss,
     own_batch,
 )
+from impl.distributed import local
 from impl.fsdp import by_type, whole, with_blocks
 from shardmark.api import Implementation, OwnModelCase
 from shardmark.ranks.world import World

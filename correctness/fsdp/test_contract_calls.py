@@ -100,7 +100,7 @@ class Pair(NamedTuple):
 
 
 class Recording(nn.Module):
-    """Records the dtype of each tensor it receives. Its parameter is its own."""
+    """Records the dtype of each tensor it receives. Owns a parameter itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from correctness.fsdp.checks import SGDs, local, wrap
+from correctness.fsdp.checks import SGDs, wrap
 from correctness.support.contracts import assert_little_outside_of_tensors
+from impl.distributed import local
 from shardmark.api import Implementation
 from shardmark.meter.memory import meter
 from shardmark.ranks.world import World

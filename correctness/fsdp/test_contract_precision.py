@@ -15,7 +15,6 @@ from correctness.fsdp.checks import (
     averaged_gradients,
     full,
     gradients_of,
-    local,
     make,
     on_every_rank,
     parameters_as_expected,
@@ -23,6 +22,7 @@ from correctness.fsdp.checks import (
 )
 from correctness.support.communication import recorded
 from correctness.support.whole_batch import DIM, batch, own_batch
+from impl.distributed import local
 from shardmark.api import Implementation
 from shardmark.meter.communication import Communication
 from shardmark.ranks.world import World

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -92,10 +93,10 @@ def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
 
     def event(kind: str) -> Event:
         nonlocal waiting, unsynchronized, used
-        waiting += {"forward": 1, "backward": -1, "step": -waiting, "load": -waiting}.get(kind, 0)
+        waiting += {"forward": 1, "backward": -1, "drop": -1, "step": -waiting, "load": -waiting}.get(kind, 0)
         unsynchronized = kind == "backward" or (unsynchronized and kind != "finish")
         used = kind in ("forward", "evaluate") or (used and kind != "backward")
-        return Event(kind, draw(st.integers(0, 1023)) if kind in ("forward", "backward") else 0)
+        return Event(kind, draw(st.integers(0, 1023)) if kind in ("forward", "backward", "drop") else 0)
 
     def following() -> Event:
         """Draw the next event. PyTorch's FSDP keeps what a call gathered, also in inference mode, until the next
@@ -103,6 +104,7 @@ def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
         kinds = ["evaluate", "switch_mode"] + ["forward"] * 2 * (waiting < (1 if of.of_torch else 2))
         kinds += ["infer"] * (not of.of_torch)
         kinds += ["backward"] * 3 * bool(waiting) + ["finish"] * 2 * unsynchronized
+        kinds += ["drop"] * (bool(waiting) and not of.of_torch)
         if not (of.of_torch and (waiting or used)):
             kinds += ["gather"]
             if not unsynchronized:
@@ -133,6 +135,7 @@ class Beside:
         self.model = wrap(implementation, module, **options)
         self.optimizers = SGDs(self.model, self.plain)
         self.open: list[tuple[Rows, Tensor, Rows, Tensor]] = []  # losses whose backward has not run yet
+        self.kept: list[object] = []
         self.returned: list[tuple[Tensor, Tensor]] = []
         """Outputs of the wrapper, and copies: users read them late."""
         self.step_number = 0
@@ -140,7 +143,7 @@ class Beside:
         self.wrong = self.starts_right()
 
     def play(self, event: Event) -> None:
-        found = getattr(self, event.kind)(*[event.value] * (event.kind in ("forward", "backward")))
+        found = getattr(self, event.kind)(*[event.value] * (event.kind in ("forward", "backward", "drop")))
         self.wrong = self.wrong or found or ""
 
     def problem(self) -> str:
@@ -200,6 +203,13 @@ class Beside:
             if problem := as_expected("the gradient of the input", {name: found}, wanted, self.tolerance):
                 return problem
         return ""
+
+    def drop(self, value: int) -> None:
+        """A forward pass has no backward; every second rank keeps its graph, as one that logs losses."""
+        dropped = self.open.pop(value % len(self.open))
+        if self.rank % 2:
+            self.kept.append(dropped)
+        gc.collect()
 
     def finish(self) -> None:
         self.model.finish_gradient_synchronization()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from correctness.fsdp.small_fsdp import SmallFSDP
 from correctness.support.planting import defect
 from impl.fsdp import FullyShardedDataParallel
-from impl.fsdp.units import Call, Unit
+from impl.fsdp.units import Calls, Unit
 
 
 @defect(cause="two calls", caught_by="test_each_model_has_its_own_compute_dtype")
@@ -108,8 +108,7 @@ class WaitsForReductionsAtTheEnd(FullyShardedDataParallel):
 class ReducesTheFirstOfTwoCalls(FullyShardedDataParallel):
     """facebookresearch/fairscale#513: reduces a module that runs twice after the first backward, and never again."""
 
-    def _after_backward(self, unit: Unit, call: Call, gradients: Any) -> None:
-        unit.calls.clear()
+    def _after_backward(self, unit: Unit, calls: Calls, gradients: Any) -> None:
         self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:

@@ -12,7 +12,7 @@ from correctness.support.planting import defect
 from impl.fsdp import FullyShardedDataParallel
 from impl.fsdp.backward import backward_runs
 from impl.fsdp.nested_tensors import bases_of
-from impl.fsdp.units import Call, Unit
+from impl.fsdp.units import Calls, Unit
 
 
 @defect(cause="gradients", caught_by="test_tensors_may_be_changed_in_place")
@@ -20,8 +20,7 @@ class LosesItsHookOnAView(FullyShardedDataParallel):
     """pytorch/pytorch#181832: the hook that gathers for backward is on a view, and goes where that changes in place."""
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        assert unit.last_call is not None
-        unit.last_call.given |= bases_of(output)
+        unit.given |= bases_of(output)
         super()._after_forward(unit, module, args, output)
 
 
@@ -108,10 +107,11 @@ class RoundsInFloat32(InFloat32):
 class FrozenUnitsAreUsedOnce(FullyShardedDataParallel):
     """pytorch/pytorch#110948: a frozen unit that a pass uses twice is resharded after the backward of the second."""
 
-    def _after_backward(self, unit: Unit, call: Call, gradients: Any) -> None:
-        if not any(flat.trainable for flat in unit.flats):
-            unit.calls.clear()
-        super()._after_backward(unit, call, gradients)
+    def _after_backward(self, unit: Unit, calls: Calls, gradients: Any) -> None:
+        if any(flat.trainable for flat in unit.flats):
+            super()._after_backward(unit, calls, gradients)
+        else:
+            self._reduce(unit)
 
 
 @defect(cause="numerics", caught_by="test_compute_dtype_is_what_matrices_are_multiplied_in")

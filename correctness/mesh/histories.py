@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from correctness.engine import beside
 from correctness.engine.histories import events_of, one_in
 from correctness.engine.histories_on_ranks import Alike
 from correctness.mesh.training import WithASpare, batches, digest, optimizer_of, own_batches
+from correctness.support.batches import left_as_they_are
 from impl.mesh import Decoder, DecoderSize, OneProcess
 from shardmark.api import Implementation, Mesh, Unsupported
 
-WITHIN = 1e-9
-"""Relative to the largest value of a tensor, in float64, after several steps."""
 STEPS = 12
 """Number of different steps, by their batches."""
-EVENTS = {
-    "step": "a step",
-    "save": "the state is saved",
-    "resume": "a new trainer loads the last state that was saved, and goes on from there",
-    "go_on": "a new trainer, which has taken a step, loads the state of now, and goes on",
-}
 
 
-class Event(NamedTuple):
-    kind: str
-    """A key of `EVENTS`."""
-    value: int = 0
-    """The number of the step, by which its batches are drawn."""
+class Event(beside.Event):
+    """The value is the number of a step, by which its batches are drawn."""
 
-    def __str__(self) -> str:
-        return f"{self.kind}({self.value}): {EVENTS[self.kind]}"
+    WORDS: ClassVar[Mapping[str, str]] = {
+        "step": "a step",
+        "save": "the state is saved",
+        "resume": "a new trainer loads the last state that was saved, and goes on from there",
+        "go_on": "the state is saved; a new trainer takes a step, loads that state, and goes on",
+    }
 
 
 @dataclass(frozen=True)
@@ -81,12 +74,14 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
         tied=draw(one_in(4)),
         experts=4 if draw(one_in(4)) else 0,
     )
-    kinds = ["step"] * 4 + ["save", "resume", "go_on"]
-    events = events_of(
-        draw,
-        draw(st.sampled_from([2, 3, 4, 6])),
-        lambda: Event(draw(st.sampled_from(kinds)), draw(st.integers(0, STEPS - 1))),
-    )
+    drawn: set[str] = set()
+
+    def following() -> Event:
+        kinds = ["step"] * 3 + ["save", "go_on"] * ("step" in drawn) + ["resume"] * bool({"save", "go_on"} & drawn)
+        drawn.add(kind := draw(st.sampled_from(kinds)))
+        return Event(kind, draw(st.integers(0, STEPS - 1)))
+
+    events = events_of(draw, draw(st.sampled_from([2, 3, 4, 6])), following)
     frozen = draw(st.frozensets(st.integers(0, 30), max_size=6)) if draw(one_in(2)) else frozenset()
     adam, max_norm = draw(st.booleans()), draw(st.sampled_from([1.0, 0.01, 0.2, 100.0]))
     last = Event("step", draw(st.integers(0, STEPS - 1)))
@@ -105,69 +100,53 @@ def model_of(history: History, device: str) -> Decoder:
     return model.to(device)
 
 
-class Beside:
-    """A trainer on a mesh, and one process, on this rank; each event runs on both."""
+class Player(beside.Beside):
+    """A trainer on a mesh, beside one process."""
 
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
-        self.history, self.device, self.after, self.wrong = history, device, 0, ""
-        self.alike: list[Alike] = []
-        self.ranks = tuple(range(history.mesh.size))
-        optimizer = partial(optimizer_of, "frozen_and_unused" if history.adam else "plain")
+        super().__init__()
+        self.history, self.device, self.ranks = history, device, tuple(range(history.mesh.size))
+        optimizer = partial(optimizer_of, "frozen_and_unused" if history.adam else "plain")  # kinds that have either
         on = history.mesh.device_mesh(torch.device(device).type)
         self.make = partial(
             implementation.watched, partial(model_of, history, device), optimizer, on, max_norm=history.max_norm
         )
-        self.plain = OneProcess(partial(model_of, history, "cpu"), optimizer, None, max_norm=history.max_norm)
-        self.trainer: Any = None
-        with suppress(Unsupported):  # no event says anything then
-            self.trainer = self.make()
-            self.save()
-
-    def play(self, event: Event) -> None:
-        self.after += 1
-        if self.trainer is not None:
-            getattr(self, event.kind)(event.value)
-
-    def problem(self) -> str:
-        return self.wrong
+        self.reference = OneProcess(partial(model_of, history, "cpu"), optimizer, None, max_norm=history.max_norm)
+        try:
+            self.trainer: Any = self.make()
+        except Unsupported:
+            self.is_refused = True
 
     def step(self, value: int) -> None:
         mesh = self.history.mesh
-        found = [float(each) for each in self.trainer.step(own_batches(mesh, self.device, value))]
-        expected = [float(each) for each in self.plain.step(batches(mesh.row_groups, value))]
-        for name, own, right in zip(("the loss", "the norm"), found, expected, strict=True):
-            if not self.wrong and not math.isclose(own, right, rel_tol=WITHIN, abs_tol=1e-15):
-                self.wrong = f"{name} is {own:.12g}, in one process {right:.12g}"
-        self._compare("the gradient of", self.trainer.full_gradients(), self.plain.full_gradients())
+        given = own_batches(mesh, self.device, value)
+        with left_as_they_are(given):
+            found = [float(each) for each in self.trainer.step(given)]
+        expected = [float(each) for each in self.reference.step(batches(mesh.row_groups, value))]
+        for name, *both in zip(("loss", "norm"), found, expected, strict=True):
+            self.differ(f"the {name}", *(torch.tensor(x, dtype=torch.float64) for x in both))
         parameters = self.trainer.full_parameters()
-        self._compare("the parameter", parameters, self.plain.full_parameters())
+        self._compare("gradient of", self.trainer.full_gradients(), self.reference.full_gradients())
+        self._compare("parameter", parameters, self.reference.full_parameters())
         values = {"the loss": found[0], "the norm": found[1], **{n: digest(p) for n, p in parameters.items()}}
         self.alike.append(Alike(self.after, "after a step:", self.ranks, values))
 
     def _compare(self, what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-        """Note the first difference; zeros may stand for no gradient."""
-        for name, right in expected.items():
-            own = found.get(name, torch.zeros_like(right) if "gradient" in what else None)
-            if self.wrong:
-                return
-            if own is None or own.shape != right.shape:
-                self.wrong = f"{what} {name} is {'missing' if own is None else f'of shape {tuple(own.shape)}'}"
-            elif not (error := (own.cpu() - right).abs().max()) <= WITHIN * (
-                large := right.abs().max().clamp(min=1e-6)
-            ):
-                self.wrong = f"{what} {name} is off by {error / large:.3g} of its largest value"
+        for name in sorted(expected.keys() | found.keys()):
+            own = found.get(name)
+            self.differ(f"the {what} {name}", None if own is None else own.detach().cpu(), expected.get(name))
 
-    def save(self, value: int = 0) -> None:
+    def save(self, value: int) -> None:
         self.saved = BytesIO()
         torch.save(self.trainer.state_dict(), self.saved)
-        self.kept = copy.deepcopy((self.plain.model.state_dict(), self.plain.optimizer.state_dict()))
+        self.kept = copy.deepcopy((self.reference.model.state_dict(), self.reference.optimizer.state_dict()))
 
     def resume(self, value: int) -> None:
         self.trainer = self.make()
         self._load()
 
     def go_on(self, value: int) -> None:
-        self.save()
+        self.save(value)
         self.trainer = self.make()
         self.trainer.step(own_batches(self.history.mesh, self.device, value))
         self._load()
@@ -176,5 +155,5 @@ class Beside:
         self.saved.seek(0)
         self.trainer.load_state_dict(torch.load(self.saved, weights_only=False))
         model, optimizer = copy.deepcopy(self.kept)
-        self.plain.model.load_state_dict(model)
-        self.plain.optimizer.load_state_dict(optimizer)
+        self.reference.model.load_state_dict(model)
+        self.reference.optimizer.load_state_dict(optimizer)

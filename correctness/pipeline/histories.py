@@ -3,8 +3,6 @@ which callers change what they like."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,8 +12,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from correctness.engine import beside
 from correctness.engine.histories import events_of, one_in
-from correctness.engine.histories_on_ranks import Alike
 from correctness.pipeline.plain import CONTEXT, HIDDEN, VOCABULARY
 from correctness.pipeline.stages import Tensors, loss
 from correctness.pipeline.training import group_of, named
@@ -24,35 +22,18 @@ from correctness.support.default_dtype import default_dtype
 from impl.mesh.decoder import IGNORED
 from shardmark.api import Implementation, Mesh, Unsupported
 
-WITHIN = 1e-9
-"""Relative to the largest value of a tensor, in float64, after several steps."""
-RATE, FACTOR = 0.02, 0.75
 MOST_STAGES = 8
 
 OUTPUTS = ("rows", "number", "integers", "mask", "constant", "given", "numbers of none")
 """Tensors that a stage may give beside its values: a number of each row; one of all rows; integers that float64 does
 not have; a mask; floats that need no gradient; the first tensor that it was given; and one without elements."""
 
-EVENTS = {
-    "step": "a step",
-    "update": "each parameter takes a step of its gradient",
-    "clear": "gradients to None",
-    "zero": "gradients to zero, in place",
-    "scale": "gradients scaled in place, as clipping does",
-    "weights": "a parameter changed in place by the caller",
-    "mode": "train() or eval()",
-    "freeze": "a parameter frozen, or thawed",
-}
 
-
-class Event(NamedTuple):
-    kind: str
-    """A key of `EVENTS`."""
-    value: int = 0
-    """A seed of the micro-batches, or the number of a parameter, modulo how many there are."""
-
-    def __str__(self) -> str:
-        return f"{self.kind}({self.value}): {EVENTS[self.kind]}"
+class Event(beside.Event):
+    WORDS = beside.ParametersChange.WORDS | {
+        "step": "a step",
+        "update": "each parameter takes a step of its gradient",
+    }
 
 
 class Boundary(NamedTuple):
@@ -81,7 +62,7 @@ class History:
     boundaries: tuple[Boundary, ...]
     """Behind stage 0, 1, and so on; more than there may be."""
     frozen: tuple[int, ...]
-    """Numbers of the parameters that are frozen from the start; the first stage's embedding is number 0."""
+    """Numbers of the parameters that are frozen from the start, five for each stage; the embedding is number 0."""
     events: list[Event]
 
     def __str__(self) -> str:
@@ -172,7 +153,7 @@ def build(history: History, device: str, stage: int, stages: int) -> Stage:
         torch.manual_seed(70 + stage)
         before = history.boundaries[stage - 1] if stage else None
         made = Stage(before, history.boundaries[stage] if stage < stages - 1 else None, stage)
-    for i, parameter in enumerate(made.parameters(), 4 * stage):
+    for i, parameter in enumerate(made.parameters(), 5 * stage):
         parameter.requires_grad_(i not in history.frozen)
     return made.to(device)
 
@@ -190,105 +171,53 @@ def batches_of(history: History, seed: int, device: str) -> tuple[list[Tensors],
     return inputs, targets
 
 
-class Beside:
-    """A pipeline, and all of its stages in one process, on this rank; each event runs on both."""
+class Player(beside.ParametersChange):
+    """A pipeline's stages on this rank, beside all of them in one process."""
 
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
-        self.history, self.device, self.after, self.wrong = history, device, 0, ""
-        self.alike: list[Alike] = []
-        self.returned: list[tuple[Any, float]] = []
-        """Losses that steps returned, and their values then: users read them late."""
-        group = group_of(history.mesh, device)
-        self.pipeline: Any = None
-        with suppress(Unsupported):  # no event says anything then
-            self.pipeline = implementation.watched(
-                partial(build, history, device), group, history.micro_batches, loss=loss, unequal=history.unequal
+        super().__init__()
+        self.history, self.device = history, device
+        group, make = group_of(history.mesh, device), partial(build, history, device)
+        try:
+            self.pipeline: Any = implementation.watched(
+                make, group, history.micro_batches, loss=loss, unequal=history.unequal
             )
-            every: list[Any] = [None] * group.size()
-            dist.all_gather_object(every, max(self.pipeline.modules), group=group)
-            stages = range(max(every) + 1)
-            self.plain = {stage: build(history, device, stage, len(stages)) for stage in stages}
-
-    def play(self, event: Event) -> None:
-        self.after += 1
-        if self.pipeline is not None:
-            getattr(self, event.kind)(event.value)
-
-    def problem(self) -> str:
-        if not self.wrong and any(float(found) != value for found, value in self.returned):
-            return "a loss that an earlier step returned is another number now"
-        return self.wrong
-
-    def pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-        """This rank's parameters by name, and those of one process."""
-        right = named(self.plain)
-        for name, parameter in named(self.pipeline.modules).items():
-            yield name, parameter, right[name]
-
-    def differ(self, what: str, found: Tensor | None, expected: Tensor | None) -> None:
-        """Note the first difference; zeros may stand for no gradient."""
-        if self.wrong:
+        except Unsupported:
+            self.is_refused = True
             return
-        if found is None or expected is None:
-            if (expected is not None and expected.any()) or (found is not None and found.any()):
-                self.wrong = f"{what} is {'missing' if found is None else 'there, and one process has none'}"
-            return
-        error, largest = (found - expected).abs().max(), expected.abs().max().clamp(min=1e-3)
-        if not error <= WITHIN * largest:
-            self.wrong = f"{what} is off by {error / largest:.3g} of its largest value"
+        every: list[Any] = [None] * group.size()
+        dist.all_gather_object(every, max(self.pipeline.modules), group=group)
+        self.reference = {stage: make(stage, max(every) + 1) for stage in range(max(every) + 1)}
+
+    def both(self) -> dict[str, list[nn.Parameter]]:
+        own = named(self.pipeline.modules)
+        every = named(self.reference)  # type: ignore[arg-type]
+        return {name: [parameter, own[name]] if name in own else [parameter] for name, parameter in every.items()}
+
+    def modules(self) -> list[nn.Module]:
+        return [*self.reference.values(), *self.pipeline.modules.values()]
 
     def step(self, value: int) -> None:
         given = batches_of(self.history, value, self.device)
-        with left_as_they_are(given):
+        with left_as_they_are([*zip(*given, strict=True)]):
             found = self.pipeline.step(*given)
         expected = sum(loss(self._passed(x), y) for x, y in zip(*given, strict=True))
         if isinstance(expected, Tensor) and expected.requires_grad:
             expected.backward()
-        self.returned.append((found, float(found)))
-        self.alike.append(
-            Alike(self.after, "what a step returned:", tuple(range(self.history.mesh.size)), {"the loss": float(found)})
-        )
-        self.differ("the loss", torch.as_tensor(float(found)), torch.as_tensor(float(expected)))
-        for name, own, right in self.pairs():
-            self.differ(f"the gradient of {name}", own.grad, right.grad)
+        if isinstance(found, Tensor):
+            self.keep(found)
+        self.differ("the loss", *(torch.tensor(float(x), dtype=torch.float64) for x in (found, expected)))
+        for name, (right, *own) in self.both().items():
+            for each in own:
+                self.differ(f"the gradient of {name}", each.grad, right.grad)
 
     def _passed(self, x: Any) -> Any:
-        for stage in self.plain.values():
+        for stage in self.reference.values():
             x = stage(*x) if isinstance(x, tuple) else stage(x)
         return x
 
-    def both(self, change: Callable[[nn.Parameter], object]) -> None:
-        """Change this rank's parameters, and all of one process."""
-        for parameter in (*named(self.pipeline.modules).values(), *named(self.plain).values()):
-            change(parameter)
-
-    def of_one(self, value: int, change: Callable[[nn.Parameter], object]) -> None:
-        """Change one parameter, on whatever rank it is."""
-        names = sorted(named(self.plain))
-        for parameters in (named(self.pipeline.modules), named(self.plain)):
-            if (parameter := parameters.get(names[value % len(names)])) is not None:
-                change(parameter)
-
     def update(self, value: int) -> None:
-        self.both(lambda p: p.detach().sub_(RATE * p.grad) if p.grad is not None else None)
-        for name, own, right in self.pairs():
-            self.differ(f"the parameter {name}", own.detach(), right.detach())
-
-    def clear(self, value: int) -> None:
-        self.both(lambda p: setattr(p, "grad", None))
-
-    def zero(self, value: int) -> None:
-        self.scale(0)
-
-    def scale(self, value: int) -> None:
-        self.both(lambda p: p.grad.mul_(FACTOR * bool(value)) if p.grad is not None else None)
-
-    def weights(self, value: int) -> None:
-        self.of_one(value, lambda p: p.detach().mul_(-FACTOR))
-
-    def freeze(self, value: int) -> None:
-        self.of_one(value, lambda p: p.requires_grad_(not p.requires_grad))
-
-    def mode(self, value: int) -> None:
-        for module in (*self.pipeline.modules.values(), *self.plain.values()):
-            module.train(bool(value % 2))
+        self.of_all(lambda p: None if p.grad is None else p.detach().sub_(beside.RATE * p.grad))
+        for name, (right, *own) in self.both().items():
+            for each in own:
+                self.differ(f"the parameter {name}", each.detach(), right.detach())

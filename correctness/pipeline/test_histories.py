@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from correctness.engine.histories_on_ranks import hold_on_ranks
-from correctness.pipeline.histories import Beside, histories
+from correctness.pipeline.histories import Player, histories
+from correctness.pipeline.training import PYTORCHS
 from shardmark.api import Implementation, Mesh
 from shardmark.plugin import WorldsBySize
 
@@ -19,6 +20,6 @@ HISTORIES_EACH = 16
 def test_any_history_is_that_of_one_process(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, examples: int, device: str
 ) -> None:
-    if implementation.name.startswith("torch_"):
+    if implementation.spec in PYTORCHS:
         pytest.skip("it fixes gradients at the first step, and sends no views: docs/pytorch-defects.md")
-    hold_on_ranks(worlds(mesh.size), histories(mesh), Beside, implementation, device, HISTORIES_EACH * examples)
+    hold_on_ranks(worlds(mesh.size), histories(mesh), Player, implementation, device, HISTORIES_EACH * examples)

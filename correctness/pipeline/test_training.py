@@ -7,14 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from correctness.pipeline.stages import KINDS
-from correctness.pipeline.training import differences, in_one_process, train_on_rank
+from correctness.pipeline.training import PYTORCHS, differences, in_one_process, train_on_rank
 from correctness.support.complaints import assert_none
-from shardmark.api import Implementation, Mesh, family
+from shardmark.api import Implementation, Mesh
 from shardmark.plugin import WorldsBySize
 
 RANDOM = ("several_outputs", "sometimes_unused_outputs", "numbers_first", "views", "passes_on_what_it_has", "frozen")
 """Kinds that random histories have."""
-PYTORCHS = tuple(name for name in family("pipeline").implementations if name.startswith("torch_"))
 ON_MORE_RANKS = ("plain", "several_outputs", "numbers_first", "tied")
 """Kinds of stages for which it matters how many lie between the first and the last; the sweep has the others."""
 LOSE_GRADIENTS = ("torch_interleaved_zero_bubble", "torch_zero_bubble_v", "torch_dualpipe_v")

@@ -14,8 +14,9 @@ from torch.optim import SGD
 
 from correctness.pipeline.stages import KINDS, Tied, build, builder, loss, micro_batches, passed
 from correctness.support.batches import left_as_they_are
-from shardmark.api import Implementation, Mesh
+from shardmark.api import Implementation, Mesh, family
 
+PYTORCHS = tuple(name for name in family("pipeline").implementations if name.startswith("torch_"))
 LATER = 1000
 """Times as much as at the first step may later ones differ: roundings grow with steps, and with stages."""
 OPTIONS = {"lr": 0.002, "momentum": 0.9}

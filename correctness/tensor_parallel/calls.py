@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from correctness.support.batches import left_as_they_are
 from correctness.support.communication import delayed, recorded
 from correctness.tensor_parallel.training import batches, model_of
-from impl.distributed import full
+from impl.distributed import full, local
 from impl.mesh import Decoder, DecoderSize, token_losses
 from impl.mesh.decoder import Batch
-from impl.tensor_parallel.placing import local
 from shardmark.api import Implementation, Mesh
 from shardmark.meter.memory import meter
 

@@ -9,9 +9,9 @@ import pytest
 
 from correctness.support.communication import recorded
 from correctness.support.metering import PASSES, device_of_rank, metered
+from impl.distributed import local
 from impl.tensor_parallel.accounting import activations, sent, state
 from impl.tensor_parallel.cases import TensorParallelCase
-from impl.tensor_parallel.placing import local
 from impl.tensor_parallel.workload import ForwardPass, TensorParallelStep
 from shardmark.api import Implementation, Mesh, resolve
 from shardmark.meter.plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from correctness.engine.histories_on_ranks import hold_on_ranks
-from correctness.tensor_parallel.histories import Beside, histories
+from correctness.tensor_parallel.histories import Player, histories
 from shardmark.api import Implementation, Mesh
 from shardmark.plugin import WorldsBySize
 
@@ -19,4 +19,4 @@ HISTORIES_EACH = 8
 def test_any_history_is_that_of_one_process(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, examples: int, device: str
 ) -> None:
-    hold_on_ranks(worlds(mesh.size), histories(mesh), Beside, implementation, device, HISTORIES_EACH * examples)
+    hold_on_ranks(worlds(mesh.size), histories(mesh), Player, implementation, device, HISTORIES_EACH * examples)

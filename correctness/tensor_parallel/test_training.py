@@ -13,7 +13,7 @@ from shardmark.plugin import WorldsBySize
 pytestmark = pytest.mark.family("tensor_parallel")
 
 BY_SIZES = ("even", "sizes_that_do_not_divide", "few_kv_heads")
-"""Kinds for which the number of ranks matters. For the others random histories stand, where they are not asked."""
+"""Kinds for which the number of ranks matters. The others are left to random histories; the judge runs them all."""
 
 
 @pytest.mark.meshes("tp=2", "shard=2,tp=2")

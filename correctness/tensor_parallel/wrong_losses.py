@@ -16,10 +16,11 @@ from torch.nn.functional import cross_entropy
 
 from correctness.support.planting import defect
 from correctness.tensor_parallel.wrong import Planted
+from impl.distributed import local
 from impl.mesh.decoder import IGNORED, Decoder
 from impl.tensor_parallel import Sliced
 from impl.tensor_parallel.communication import GatherColumns, Group, Sum, gather, wait
-from impl.tensor_parallel.placing import local, whole
+from impl.tensor_parallel.placing import whole
 from impl.tensor_parallel.sequence import ColumnProducts
 from impl.tensor_parallel.vocabulary import own_rows
 

@@ -12,10 +12,11 @@ from torch.nn.functional import embedding
 
 from correctness.support.planting import defect
 from correctness.tensor_parallel.wrong import Planted
+from impl.distributed import local
 from impl.mesh.decoder import Decoder
 from impl.tensor_parallel.communication import SumGradient
 from impl.tensor_parallel.decoder import ParallelAttention, columns, own
-from impl.tensor_parallel.placing import cut, local
+from impl.tensor_parallel.placing import cut
 
 
 class WithAttention(Planted):

@@ -29,7 +29,7 @@ from impl.fsdp.nested_tensors import bases_of, changed, entrances, tensors_in
 from impl.fsdp.nine_linears_accounting import formulas
 from impl.fsdp.prefetch_order import Order
 from impl.fsdp.split_into_units import device_of, split
-from impl.fsdp.units import Call, Unit
+from impl.fsdp.units import Calls, Unit
 from shardmark.api import Race, register
 
 
@@ -97,8 +97,7 @@ class FullyShardedDataParallel(PlainStateDict):
         self._reducing: Unit | None = None  # one reduce-scatter at a time, because each needs memory
         self._unsynchronized = False  # True where gradients were accumulated on this rank alone, and not reduced since
         self._backwards = BackwardPasses()
-        self._forwards = 0  # so many so far
-        self._begun: set[int] = set()  # the numbers of those whose backward has, or that raised
+        self._begun: set[Calls] = set()  # whose backward has, and is not finished
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
@@ -112,7 +111,6 @@ class FullyShardedDataParallel(PlainStateDict):
             return self.module(*args, **kwargs)
         except BaseException:
             if not backward_runs():  # a forward recomputed in backward that raises makes backward raise
-                self._begun.add(self._forwards)
                 self._discard_step()
             raise
 
@@ -125,18 +123,19 @@ class FullyShardedDataParallel(PlainStateDict):
         self._gather(unit, self._backward_order if recomputing else self._forward_order)
         args = tuple(changed(x, self._cast) for x in args)
         kwargs = {name: changed(x, self._cast) for name, x in kwargs.items()}
-        call = unit.last_call = Call(self._forwards, bases_of((args, kwargs)))
+        unit.given = bases_of((args, kwargs))
         if torch.is_grad_enabled() and not recomputing:
-            unit.calls.add(call)
+            unit.calls.number += 1
             # Backward of a unit is complete when its inputs have their gradients: autograd runs the newest operators
             # first, so it reaches the ones that made the inputs after all of the unit's own.
             inputs = [x for x in tensors_in((args, kwargs)) if x.grad_fn is not None]
             if inputs:
-                register_multi_grad_hook(inputs, partial(self._after_backward, unit, call))
+                register_multi_grad_hook(inputs, partial(self._after_backward, unit, unit.calls))
+            else:
+                unit.calls.end_unseen = True
         return args, kwargs
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        call, unit.last_call = unit.last_call, None
         if unit.in_backward:
             return  # this forward was recomputed, and backward is about to read the full parameters
         unit.install_shards()
@@ -145,24 +144,21 @@ class FullyShardedDataParallel(PlainStateDict):
             if unit is self._root:
                 self.sharding.wait_for_host_memory()  # the optimizer may write the shards next
             return
-        assert call is not None
-        for x in entrances(output, call.given):
-            x.register_hook(partial(self._before_backward, unit, call))
+        for x in entrances(output, unit.given):
+            x.register_hook(partial(self._before_backward, unit, unit.calls))
         if self.reshard_after_forward and unit is not self._root:
             unit.reshard()
 
-    def _before_backward(self, unit: Unit, call: Call, gradient: Tensor) -> None:
-        self._begun.add(call.forward)
-        unit.calls.add(call)  # again, where a retained graph is run once more
+    def _before_backward(self, unit: Unit, calls: Calls, gradient: Tensor) -> None:
+        self._begun.add(calls)
         self._unsynchronized = True
         self._backwards.watch()
         if not unit.in_backward and unit.read_in_backward:
             self._gather(unit, self._backward_order)
         unit.in_backward = True
 
-    def _after_backward(self, unit: Unit, call: Call, gradients: Any) -> None:
-        unit.calls.discard(call)
-        if not unit.calls:
+    def _after_backward(self, unit: Unit, calls: Calls, gradients: Any) -> None:
+        if calls.end_one():
             self._reduce(unit)
 
     def _gather(self, unit: Unit, order: Order) -> None:
@@ -200,8 +196,8 @@ class FullyShardedDataParallel(PlainStateDict):
             self._reducing = None
         for unit in self.units:
             unit.reshard()
-            unit.end_step(self._begun)
-        self._begun.clear()
+            unit.reduced = False
+        self._end_backward()
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
@@ -251,18 +247,24 @@ class FullyShardedDataParallel(PlainStateDict):
             self._finish_backward()
         for unit in self.units:
             unit.reshard()
-        self._forwards += 1
+            unit.calls = Calls()
         self._forward_order.begin()
         self._backward_order.begin()
 
     def _discard_step(self) -> None:
         """Free what a step had gathered or reduced in part. Other ranks started the same collectives, so wait."""
         for unit in self.units:
-            unit.discard_step(self._begun)
-        self._begun.clear()
+            unit.discard_step()
+        self._end_backward()
         self._reducing = None
         self._backwards.forget()
         self._unsynchronized = False
+
+    def _end_backward(self) -> None:
+        """Forget how far backward came; passes that have not begun theirs go on waiting."""
+        for calls in self._begun:
+            calls.ended = 0
+        self._begun.clear()
 
     def _trainable(self, counted: bool = False) -> Iterator[nn.Parameter]:
         """Return this rank's shards of the trainable parameters; with `counted`, without those that another rank

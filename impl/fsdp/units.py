@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from weakref import WeakSet
-
 import torch
 from torch import nn
 
@@ -14,15 +11,20 @@ Place = tuple[nn.Module, str]
 """A module and the name of a parameter in it."""
 
 
-class Call:
-    """A forward pass of a unit, which its autograd graph keeps alive: it ends with backward, or where the graph is
-    dropped."""
+class Calls:
+    """The calls of a unit in one forward pass of the wrapper; the hooks in its graph share them."""
 
-    def __init__(self, forward: int, given: set[int]) -> None:
-        self.forward = forward
-        """The number of the wrapper's forward pass that it is a part of."""
-        self.given = given
-        """The ids of the tensors that it was given, of a view that of its base."""
+    def __init__(self) -> None:
+        self.number = 0
+        self.ended = 0
+        """Number of those whose backward is complete."""
+        self.end_unseen = False
+        """True if no hook tells when the backward of one of them is complete."""
+
+    def end_one(self) -> bool:
+        """Count one whose backward is complete; return whether all are. A graph that is kept may run again."""
+        self.ended += 1
+        return not self.end_unseen and self.ended % self.number == 0
 
 
 class Unit:
@@ -36,13 +38,13 @@ class Unit:
         self.flats: list[Flat] = []
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self.add(places, sharding)
-        self.calls: WeakSet[Call] = WeakSet()
-        """Forward passes whose backward is not complete."""
+        self.calls = Calls()
+        """Those of the last forward pass that is to have a backward."""
         self.in_backward = False
         """True if backward has begun and full parameters have been gathered for it."""
         self.reduced = False
-        self.last_call: Call | None = None
-        """The forward pass that runs, between the module's hooks."""
+        self.given: set[int] = set()
+        """The ids of the tensors that its last forward was given, of a view that of its base."""
 
     def add(self, places: dict[nn.Parameter, list[Place]], sharding: Sharding, kind: type[Flat] = Flat) -> None:
         """Add these parameters to the unit."""
@@ -104,16 +106,9 @@ class Unit:
         flats = [flat for flat in self.flats if flat.trainable and self.reduced and not flat.reducing]
         return [parameter for flat in flats for parameter in flat.parameters]
 
-    def discard_step(self, ended: Collection[int]) -> None:
+    def discard_step(self) -> None:
         """Free the full parameters and gradients of a step that raised, including gradients being reduced."""
         self.reshard()
         for flat in self.flats:
             flat.discard_gradients()
-        self.end_step(ended)
-
-    def end_step(self, ended: Collection[int]) -> None:
-        """Forget the calls in these forward passes, whose graphs an error may keep alive; others go on waiting for
-        their backward."""
         self.reduced = False
-        for call in [call for call in self.calls if call.forward in ended]:
-            self.calls.discard(call)

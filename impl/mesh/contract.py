@@ -30,7 +30,8 @@ class Trainer(Protocol):
       whole step.
     - Ranks that have the same parameter, or the same part of it, have it bitwise equal.
     - Frozen parameters keep their values, tied ones stay one, and one without a gradient has none, or zeros.
-    - Saved after a step and loaded into a new one, training goes on as if it had not ended.
+    - Saved after a step and loaded into another one, which may have taken steps, training goes on as if it had not
+      ended.
 
     Must, of `parallelize`: it is called on every rank with the same whole model, and returns a module that is called as
     the model is, with this rank's part of a batch. Its parameters are DTensors, or whole on every rank, under the

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad, rms_norm, silu
 
+from impl.distributed import local
 from impl.mesh.decoder import IGNORED, Attention, Decoder, FeedForward, Layer, causal_attention, of_groups, rotated
 from impl.tensor_parallel.communication import GatherColumns, Group, SumGradient
 from impl.tensor_parallel.drawing import drawing_apart
-from impl.tensor_parallel.placing import cut, local, whole
+from impl.tensor_parallel.placing import cut, whole
 from impl.tensor_parallel.vocabulary import VocabularyLoss, embedded
 from shardmark.api import Unsupported
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from impl.distributed import local
 from shardmark.api import Unsupported
 
 
@@ -24,11 +25,6 @@ def cut(parameter: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
 def whole(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     """A DTensor that every rank has whole."""
     return _placed(parameter.detach(), parameter, mesh, Replicate())
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, differentiable."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def localized(model: nn.Module) -> dict[str, Placement]:

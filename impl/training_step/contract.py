@@ -27,8 +27,9 @@ class TrainingStep(Protocol):
     - The loss is the mean cross entropy of all targets but -100, of the whole batch at once: a float32 scalar, as
       accurate as that given the logits, whatever their dtype. Products are in the precision's compute dtype, backward's
       too. Gradients are those of the loss's own random draws. A loss keeps its value, whatever is called after it.
-    - Gradients accumulate unscaled in `.grad` until the caller sets them to None. Several losses may wait for their
-      backward. Each `update` is one step of the optimizer on the current `.grad`, with its current options.
+    - Gradients accumulate unscaled in `.grad`, also in those that are there when the step is made, until the caller
+      sets them to None. Several losses may wait for their backward. Each `update` is one step of the optimizer on the
+      current `.grad`, with its current options.
     - Parameters may be frozen and unfrozen while no loss waits. No part of a step changes a module's mode, or a
       parameter's dtype or `requires_grad`, or draws random numbers but the model's. Nothing is left of the activations
       once a loss is freed.
