@@ -76,7 +76,8 @@ def _hooked(model: Model, history: History, before: bool) -> list[Any]:
             handles.append(block.register_forward_pre_hook(_larger))
         elif early == before and kind == "post":
             handles.append(block.register_forward_hook(_halved))
-        elif early == before and kind == "backward" and history.output == "a tensor":
+        elif early == before and kind == "backward" and history.output == "a tensor" and history.odd is None:
+            # where a block ignores its input, the hook would get a zero that stands for no gradient
             handles.append(block.register_full_backward_hook(lambda module, into, out: tuple(map(_bent, into))))
         elif early == before and kind == "parameter":
             handles += [p.register_hook(_bent) for p in block.parameters() if p.requires_grad]

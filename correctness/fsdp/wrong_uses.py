@@ -11,17 +11,7 @@ from correctness.fsdp.small_fsdp import SmallFSDP
 from correctness.support.planting import defect
 from impl.fsdp import FullyShardedDataParallel
 from impl.fsdp.backward import backward_runs
-from impl.fsdp.nested_tensors import bases_of
 from impl.fsdp.units import Calls, Unit
-
-
-@defect(cause="gradients", caught_by="test_tensors_may_be_changed_in_place")
-class LosesItsHookOnAView(FullyShardedDataParallel):
-    """pytorch/pytorch#181832: the hook that gathers for backward is on a view, and goes where that changes in place."""
-
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        unit.given |= bases_of(output)
-        super()._after_forward(unit, module, args, output)
 
 
 @defect(cause="two calls", caught_by="test_activations_may_be_recomputed_in_backward")
