@@ -69,15 +69,16 @@ def results(policy: Any, history: History, device: str) -> list[Result]:
 
 
 def _hooked(model: Model, history: History, before: bool) -> list[Any]:
-    handles = []
+    if history.odd and "ignores" in history.odd[0]:
+        return []  # they would get zeros that stand for no gradient, and change these
+    handles: list[Any] = []
     for kind, early, index in history.hooks:
         block = model.blocks[index % history.layers]
         if early == before and kind == "pre":
             handles.append(block.register_forward_pre_hook(_larger))
         elif early == before and kind == "post":
             handles.append(block.register_forward_hook(_halved))
-        elif early == before and kind == "backward" and history.output == "a tensor" and history.odd is None:
-            # where a block ignores its input, the hook would get a zero that stands for no gradient
+        elif early == before and kind == "backward" and history.output == "a tensor":
             handles.append(block.register_full_backward_hook(lambda module, into, out: tuple(map(_bent, into))))
         elif early == before and kind == "parameter":
             handles += [p.register_hook(_bent) for p in block.parameters() if p.requires_grad]
