@@ -21,5 +21,5 @@ def test_any_history_is_that_of_one_process(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, examples: int, device: str
 ) -> None:
     if implementation.spec in PYTORCHS:
-        pytest.skip("it fixes gradients at the first step, and sends no views: docs/pytorch-defects.md")
+        pytest.skip("PyTorch's pipelines send no views, and have other limits: docs/pytorch-defects.md")
     hold_on_ranks(worlds(mesh.size), histories(mesh), Player, implementation, device, HISTORIES_EACH * examples)
