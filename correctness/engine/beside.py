@@ -118,7 +118,7 @@ class ParametersChange(Beside):
         self.of_one(value, lambda p: local(p.detach()).mul_(-FACTOR))
 
     def freeze(self, value: int) -> None:
-        """One stays trainable."""
+        """Freeze a parameter, or thaw it; the last one that is trainable stays so."""
         trainable = [name for name, (reference, *_) in self.both().items() if reference.requires_grad]
         if [sorted(self.both())[value % len(self.both())]] != trainable:
             self.of_one(value, lambda p: p.requires_grad_(not p.requires_grad))

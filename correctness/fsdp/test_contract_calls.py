@@ -144,7 +144,7 @@ class Recording(nn.Module):
 
 
 class WithoutParameters(Recording):
-    """All parameters are in another unit."""
+    """Has no parameter itself: its linear layer, which is another unit, has them all."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from correctness.engine import beside
 from correctness.engine.histories import events_of, one_in
 from correctness.engine.histories_on_ranks import Alike
-from correctness.mesh.training import WithASpare, batches, digest, optimizer_of, own_batches
+from correctness.mesh.training import WithASpare, batches, digest, in_float64, optimizer_of, own_batches
 from correctness.support.batches import left_as_they_are
 from impl.mesh import Decoder, DecoderSize, OneProcess
 from shardmark.api import Implementation, Mesh, Unsupported
@@ -89,14 +89,12 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
 
 
 def model_of(history: History, device: str) -> Decoder:
-    """The same model on every rank, in float64. Its norms' weights are not 1."""
+    """The same model on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(13)
-        model = (WithASpare if history.spare else Decoder)(history.size).double()
-        for number, parameter in enumerate(model.parameters()):
-            if parameter.ndim == 1:
-                nn.init.uniform_(parameter, 0.5, 1.5)
-            parameter.requires_grad_(number not in history.frozen)
+        model = in_float64((WithASpare if history.spare else Decoder)(history.size))
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number not in history.frozen)
     return model.to(device)
 
 

@@ -59,16 +59,22 @@ KINDS = {
 
 
 def model_of(kind: str, device: str) -> Decoder:
-    """The same model on every rank, in float64. Its norms' weights are not 1."""
+    """The same model on every rank, as `in_float64` makes it."""
     chosen = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = chosen.of(chosen.size).double()
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                nn.init.uniform_(parameter, 0.5, 1.5)
-            parameter.requires_grad_(name not in chosen.frozen)
+        model = in_float64(chosen.of(chosen.size))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in chosen.frozen)
     return model.to(device)
+
+
+def in_float64(model: Decoder) -> Decoder:
+    """The model in float64, whose norms' weights are not 1 and biases not 0, so that it shows where one is left out."""
+    for parameter in model.double().parameters():
+        if parameter.ndim == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
 
 
 def optimizer_of(kind: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:

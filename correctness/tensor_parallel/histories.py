@@ -103,7 +103,7 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
 
 
 def model_of(history: History, device: str) -> Decoder:
-    """The same model on every rank, in float64. Its norms' weights are not 1, nor its biases 0."""
+    """The same model on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         model = weighted(Decoder(history.size), lambda name: name.rpartition(".")[2] in history.biases)
@@ -198,8 +198,6 @@ class Player(beside.ParametersChange):
 
     def backward(self, value: int) -> None:
         """Run the backward pass of a sum, whose gradient is expanded, or of the values by random weights."""
-        if not self.waiting:
-            return
         each = self.waiting.pop(value % len(self.waiting))
         random = torch.Generator().manual_seed(value)
         by = torch.randn(each.expected.shape, generator=random, dtype=torch.float64).to(self.device)
@@ -209,8 +207,7 @@ class Player(beside.ParametersChange):
             self.differ(f"the gradient of {name}", None if own.grad is None else full(own.grad), right.grad)
 
     def drop(self, value: int) -> None:
-        if self.waiting:
-            self.waiting.pop(value % len(self.waiting))
+        self.waiting.pop(value % len(self.waiting))
 
     def step(self, value: int) -> None:
         for name, (right, own) in self.both().items():

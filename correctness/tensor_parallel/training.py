@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from correctness.mesh.training import Trace, own_batches, traced, train
+from correctness.mesh.training import Trace, in_float64, own_batches, traced, train
 from correctness.support.batches import packed
 from impl.mesh import Decoder, DecoderSize, MeshTrainer, Objective, OneProcess
 from impl.mesh.decoder import IGNORED, Batch
@@ -71,7 +71,7 @@ KINDS = {
 
 
 def model_of(kind: str, device: str) -> Decoder:
-    """The same model on every rank, in float64."""
+    """The same model on every rank."""
     chosen = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -82,15 +82,11 @@ def model_of(kind: str, device: str) -> Decoder:
 
 
 def weighted(model: Decoder, has_bias: Callable[[str], bool]) -> Decoder:
-    """The model in float64, with a bias in each linear layer whose name says so; norms' weights are not 1, nor biases
-    0."""
+    """The model, as `in_float64` makes it, with a bias in each linear layer of which `has_bias(name)` is true."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and has_bias(name):
             module.bias = nn.Parameter(torch.empty(module.out_features))
-    for parameter in model.double().parameters():
-        if parameter.ndim == 1:
-            nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
+    return in_float64(model)
 
 
 def optimizer_of(kind: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:

@@ -39,7 +39,7 @@ class Unit:
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self.add(places, sharding)
         self.calls = Calls()
-        """Those of the last forward pass that is to have a backward."""
+        """The calls of this unit in the wrapper's last forward pass."""
         self.in_backward = False
         """True if backward has begun and full parameters have been gathered for it."""
         self.reduced = False

@@ -28,8 +28,8 @@ class Model(Protocol):
     - Its `state_dict` has `Transformer`'s names and shapes and no others, so that weights of one load into another.
 
     Should: ValueError for a longer context and, on CPU, for token ids that the vocabulary does not have (on CUDA a
-    check would make the host wait); an empty batch is no error; a model that was made on
-    the meta device is whole once `to_empty` and `load_state_dict` have run.
+    check would make the host wait); an empty batch is no error; a model that was made on the meta device is whole once
+    `to_empty` and `load_state_dict` have run.
     """
 
     def __call__(self, tokens: Tensor) -> Tensor: ...
