@@ -24,6 +24,9 @@ EFFICIENT_IN_FLOAT32 = {"sdpa", "sdpa_efficient"}
 
 MASKS = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 
+FILLINGS = (16, 32, 64, 96, 192)
+"""Lengths whose last tile of a power of two up to 128 has any of these halves, quarters and eighths."""
+
 WIDE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 
@@ -78,12 +81,13 @@ def test_sums_whose_halves_cancel_keep_what_is_left(
 def test_what_is_added_to_every_score_changes_nothing(
     implementation: Implementation, added: float, is_causal: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """Scores all far below zero: a running maximum that starts at zero would underflow every weight. 70 keys fill no
-    tile to its end, where nothing but a causal mask may hide that padding is not left out."""
-    inputs = random_inputs((2, 70, 16), (2, 70, 16), dtype, device)
-    inputs[0][..., 0] = 100.0
-    inputs[1][..., 0] = added * 16**0.5 / 100
-    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=is_causal)
+    """Scores all far below zero: a running maximum that starts at zero would underflow every weight, and padding whose
+    scores are zero has all the weight. Tiles are filled to their end, or by one half, or by others."""
+    for length in (70,) if is_causal else (70, *FILLINGS):  # a causal mask hides padding
+        inputs = random_inputs((2, length, 16), (2, length, 16), dtype, device)
+        inputs[0][..., 0] = 100.0
+        inputs[1][..., 0] = added * 16**0.5 / 100
+        assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=is_causal)
 
 
 @WIDE

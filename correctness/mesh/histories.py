@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -16,13 +16,16 @@ from torch import Tensor
 from correctness.engine import beside
 from correctness.engine.histories import events_of, one_in
 from correctness.engine.histories_on_ranks import Alike
+from correctness.mesh.not_finite import BAD, WHERE, batches_with_bad
 from correctness.mesh.training import WithASpare, batches, digest, in_float64, optimizer_of, own_batches
 from correctness.support.batches import left_as_they_are
 from impl.mesh import Decoder, DecoderSize, OneProcess
+from impl.mesh.decoder import Batch
 from shardmark.api import Implementation, Mesh, Unsupported
 
 STEPS = 12
 """Number of different steps, by their batches."""
+EMBEDDING = "tok_embeddings.weight"
 
 
 class Event(beside.Event):
@@ -30,6 +33,7 @@ class Event(beside.Event):
 
     WORDS: ClassVar[Mapping[str, str]] = {
         "step": "a step",
+        "not_finite": "a step whose gradients are not finite, which changes nothing",
         "save": "the state is saved",
         "resume": "a new trainer loads the last state that was saved, and goes on from there",
         "go_on": "the state is saved; a new trainer takes a step, loads that state, and goes on",
@@ -44,6 +48,8 @@ class History:
     """Has parameters that no forward pass uses."""
     frozen: frozenset[int]
     """Numbers of the parameters that are frozen."""
+    bad: bool
+    """The embedding of token `BAD` is NaN. Only steps that are not finite read it."""
     adam: bool
     max_norm: float
     events: list[Event]
@@ -56,7 +62,7 @@ class History:
             *["tied embeddings"] * size.tied,
             *[f"{size.experts} experts"] * bool(size.experts),
         ]
-        words += ["unused parameters"] * self.spare + ["AdamW" if self.adam else "SGD", f"max_norm {self.max_norm:g}"]
+        words += ["unused parameters"] * self.spare + ["an embedding that is not finite"] * self.bad + ["AdamW" if self.adam else "SGD", f"max_norm {self.max_norm:g}"]
         words += [f"parameters {', '.join(map(str, sorted(self.frozen)))} frozen"] * bool(self.frozen)
         return ", ".join(words)
 
@@ -75,9 +81,11 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
         experts=4 if draw(one_in(4)) else 0,
     )
     drawn: set[str] = set()
+    bad = not size.tied and draw(one_in(3))
 
     def following() -> Event:
         kinds = ["step"] * 3 + ["save", "go_on"] * ("step" in drawn) + ["resume"] * bool({"save", "go_on"} & drawn)
+        kinds += ["not_finite"] * 2 * bad
         drawn.add(kind := draw(st.sampled_from(kinds)))
         return Event(kind, draw(st.integers(0, STEPS - 1)))
 
@@ -85,7 +93,7 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
     frozen = draw(st.frozensets(st.integers(0, 30), max_size=6)) if draw(one_in(2)) else frozenset()
     adam, max_norm = draw(st.booleans()), draw(st.sampled_from([1.0, 0.01, 0.2, 100.0]))
     last = Event("step", draw(st.integers(0, STEPS - 1)))
-    return History(mesh, size, draw(one_in(4)), frozen, adam, max_norm, [*events, last])
+    return History(mesh, size, draw(one_in(4)), frozen, bad, adam, max_norm, [*events, last])
 
 
 def model_of(history: History, device: str) -> Decoder:
@@ -95,6 +103,8 @@ def model_of(history: History, device: str) -> Decoder:
         model = in_float64((WithASpare if history.spare else Decoder)(history.size))
     for number, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(number not in history.frozen)
+    if history.bad:
+        model.tok_embeddings.weight.data[BAD] = torch.nan
     return model.to(device)
 
 
@@ -116,23 +126,41 @@ class Player(beside.Beside):
             self.is_refused = True
 
     def step(self, value: int) -> None:
-        mesh = self.history.mesh
-        given = own_batches(mesh, self.device, value)
-        with left_as_they_are(given):
-            found = [float(each) for each in self.trainer.step(given)]
-        expected = [float(each) for each in self.reference.step(batches(mesh.row_groups, value))]
+        found, expected = self._stepped(self._batches, value)
         for name, *both in zip(("loss", "norm"), found, expected, strict=True):
             self.differ(f"the {name}", *(torch.tensor(x, dtype=torch.float64) for x in both))
-        parameters = self.trainer.full_parameters()
         self._compare("gradient of", self.trainer.full_gradients(), self.reference.full_gradients())
-        self._compare("parameter", parameters, self.reference.full_parameters())
-        values = {"the loss": found[0], "the norm": found[1], **{n: digest(p) for n, p in parameters.items()}}
+        self._compare_parameters({"the loss": found[0], "the norm": found[1]})
+
+    def not_finite(self, value: int) -> None:
+        self._stepped(partial(batches_with_bad, WHERE[value % len(WHERE)]), value)
+        self._compare_parameters({})
+
+    def _batches(self, groups: int, step: int) -> Sequence[Batch]:
+        return batches_with_bad(None, groups, step) if self.history.bad else batches(groups, step)
+
+    def _stepped(self, of: Callable[[int, int], Sequence[Batch]], value: int) -> list[list[float]]:
+        """The loss and the norm of a step on these batches, here and in one process."""
+        mesh = self.history.mesh
+        given = own_batches(mesh, self.device, value, of=of)
+        with left_as_they_are(given):
+            found = self.trainer.step(given)
+        return [[float(x) for x in each] for each in (found, self.reference.step(of(mesh.row_groups, value)))]
+
+    def _compare_parameters(self, values: Mapping[str, Any]) -> None:
+        """With the reference's, and note them and `values` for a comparison of ranks."""
+        found = self.trainer.full_parameters()
+        self._compare("parameter", found, self.reference.full_parameters())
+        values = {**values, **{name: digest(parameter) for name, parameter in found.items()}}
         self.alike.append(Alike(self.after, "after a step:", self.ranks, values))
 
     def _compare(self, what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        """An embedding that is NaN, as it always is, counts as zeros."""
         for name in sorted(expected.keys() | found.keys()):
-            own = found.get(name)
-            self.differ(f"the {what} {name}", None if own is None else own.detach().cpu(), expected.get(name))
+            both = [None if x is None else x.detach().cpu() for x in (found.get(name), expected.get(name))]
+            if self.history.bad and name == EMBEDDING:
+                both = [None if x is None else x.index_fill(0, torch.tensor(BAD), 0) for x in both]
+            self.differ(f"the {what} {name}", *both)
 
     def save(self, value: int) -> None:
         self.saved = BytesIO()
@@ -146,7 +174,7 @@ class Player(beside.Beside):
     def go_on(self, value: int) -> None:
         self.save(value)
         self.trainer = self.make()
-        self.trainer.step(own_batches(self.history.mesh, self.device, value))
+        self.trainer.step(own_batches(self.history.mesh, self.device, value, of=self._batches))
         self._load()
 
     def _load(self) -> None:

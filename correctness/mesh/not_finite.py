@@ -26,17 +26,21 @@ BAD = DecoderSize.vocabulary - 1
 """A token whose embedding is NaN."""
 
 
-def _batches(where: str, groups: int, step: int) -> list[Batch]:
-    """Batches without that token, but in the last row of step 1: at its end, or as all of a row without targets, so
-    that the loss is finite and no other embedding is reached."""
+def batches_with_bad(where: str | None, groups: int, step: int) -> list[Batch]:
+    """Batches whose last row has that token: at its end, or as all of a row without targets, so that the loss is finite
+    and no other embedding is reached; or, with None, whose rows do not have it."""
     found = [(tokens % BAD, positions, targets.clone()) for tokens, positions, targets in batches(groups, step)]
-    if step == 1:
+    if where is not None:
         tokens, _, targets = found[-1]
         if where == "everywhere":
             tokens[-1, -1], targets[-1, -1] = BAD, 0
         else:
             tokens[-1], targets[-1] = BAD, IGNORED
     return found
+
+
+def _batches(where: str, groups: int, step: int) -> list[Batch]:
+    return batches_with_bad(where if step == 1 else None, groups, step)
 
 
 def _model(where: str, kind: str, device: str) -> Decoder:

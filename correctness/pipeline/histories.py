@@ -24,9 +24,10 @@ from shardmark.api import Implementation, Mesh, Unsupported
 
 MOST_STAGES = 8
 
-OUTPUTS = ("rows", "number", "integers", "mask", "constant", "given", "numbers of none")
-"""Tensors that a stage may give beside its values: a number of each row; one of all rows; integers that float64 does
-not have; a mask; floats that need no gradient; the first tensor that it was given; and one without elements."""
+OUTPUTS = ("rows", "number", "rounded", "integers", "mask", "constant", "given", "numbers of none")
+"""Tensors that a stage may give beside its values: a number of each row; one of all rows; one in bfloat16; integers
+that float64 does not have; a mask; floats that need no gradient; the first tensor that it was given; and one without
+elements."""
 
 
 class Event(beside.Event):
@@ -136,6 +137,8 @@ def _beside(what: str, hidden: Tensor, first: Tensor) -> Tensor:
             return hidden.square().mean((1, 2))
         case "number":
             return hidden.square().mean()
+        case "rounded":
+            return hidden.square().mean((1, 2)).bfloat16()
         case "integers":
             return 2**60 + torch.arange(len(hidden), device=hidden.device)
         case "mask":
