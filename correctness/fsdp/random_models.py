@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from correctness.support.default_dtype import default_dtype
 from correctness.support.exact import exact
@@ -139,10 +140,18 @@ class Made(NamedTuple):
     """"all" of its parameters, the "first" half, or none."""
     times: int
     """How often a forward pass calls it."""
+    recomputed: bool
+    """Its activations are recomputed in backward."""
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Without rows, some rows' backward reads nothing that is saved, and their forward would not run again."""
+        return self.recomputed and self.kind != "some rows"
 
     def __str__(self) -> str:
         words = [f"{self.kind} of width {self.width}", *["with bias"] * self.bias]
         words += [f"{self.frozen} frozen"] * bool(self.frozen) + [f"called {self.times} times"] * (self.times > 1)
+        words += ["recomputed"] * self.is_recomputed
         return " ".join(words)
 
     def layer(self) -> Layer:
@@ -178,11 +187,12 @@ class Recipe:
         return [part for part in module.modules() if isinstance(part, kinds) and part not in roots]
 
 
-def recipes(without: tuple[str, ...] = ()) -> st.SearchStrategy[Recipe]:
+def recipes(without: tuple[str, ...] = (), recomputed: bool = True) -> st.SearchStrategy[Recipe]:
     """Draw one to four layers, with widths down to one."""
     kinds = st.sampled_from([kind for kind in KINDS if kind not in without])
     frozen, times = st.sampled_from(["", "", "", "all", "first"]), st.sampled_from([1, 1, 1, 2])
-    made = st.builds(Made, kinds, st.sampled_from([1, 2, 5, 9]), st.booleans(), frozen, times)
+    again = st.sampled_from([False, False, recomputed])
+    made = st.builds(Made, kinds, st.sampled_from([1, 2, 5, 9]), st.booleans(), frozen, times, again)
     layers = st.lists(made, min_size=1, max_size=4)
     return st.builds(Recipe, layers.map(tuple), st.sampled_from(["linears", "layers", "root"]))
 
@@ -195,6 +205,7 @@ class RandomModel(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(made.layer() for made in recipe.layers)
         self.order = [i for i, made in enumerate(recipe.layers) for _ in range(made.times)]
+        self.recomputed = {i for i, made in enumerate(recipe.layers) if made.is_recomputed}
         self.scale = nn.Parameter(torch.rand(1))  # PyTorch shards no parameter without dimensions
         self.output = nn.Linear(DIM, 2 * DIM)
 
@@ -204,7 +215,8 @@ class RandomModel(nn.Module):
         sides: list[Tensor] = []
         x = x * self.scale  # so that backward runs through the same layers on every rank
         for i in self.order:
-            x = self.layers[i](x, extra)
+            layer = self.layers[i]
+            x = checkpoint(layer, x, extra, use_reentrant=False) if i in self.recomputed else layer(x, extra)
             if isinstance(x, dict):
                 x, more = x["of"]
                 sides += more

@@ -41,6 +41,8 @@ class Traits(NamedTuple):
     """Kinds of layers that it cannot take."""
     without_alone: tuple[str, ...]
     """Kinds of layers that it cannot take in a process group of one rank."""
+    recomputes: bool
+    """Takes layers whose activations are recomputed where the model calls them."""
     saves: bool
     clips: bool
 
@@ -54,7 +56,7 @@ def traits(implementation: Implementation, device: str) -> Traits:
     clips = hasattr(model, "clip_grad_norm_") and not contains(model, FSDP1)
     # On one rank PyTorch's FSDP1 no longer gathers an unused unit after a backward.
     alone = ("unused",) if contains(model, FSDP1) else ()
-    return Traits(of_torch, without, alone, hasattr(model, "state_dict"), clips)
+    return Traits(of_torch, without, alone, implementation.accepts("wrap"), hasattr(model, "state_dict"), clips)
 
 
 class Event(NamedTuple):
@@ -117,7 +119,7 @@ def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
     unused = [] if of.of_torch else ["forward"]  # a forward without backward
     events += [event(kind) for kind in ("forward", "backward", "finish", *unused, "step", "evaluate", "gather")]
     without = of.without + of.without_alone * (ranks < 4 and in_groups)  # with three ranks the odd group has one
-    return History(draw(recipes(without)), options, in_groups, events)
+    return History(draw(recipes(without, of.recomputes)), options, in_groups, events)
 
 
 class Beside:

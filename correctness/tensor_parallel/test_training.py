@@ -16,6 +16,12 @@ BY_SIZES = ("even", "sizes_that_do_not_divide", "few_kv_heads")
 """Kinds for which the number of ranks matters. The others are left to random histories; the judge runs them all."""
 
 
+def _on_other_meshes(kind: str) -> list[pytest.MarkDecorator]:
+    if kind == "sizes_that_do_not_divide":
+        return []
+    return [pytest.mark.judged if kind in BY_SIZES else pytest.mark.sweep]
+
+
 @pytest.mark.meshes("tp=2", "shard=2,tp=2")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in BY_SIZES else pytest.mark.judged) for kind in KINDS]
@@ -31,9 +37,7 @@ def test_steps_are_those_of_one_process(
 
 
 @pytest.mark.meshes("tp=1", "tp=3", "tp=4", "tp=2,dp=2")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in BY_SIZES else pytest.mark.sweep) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=_on_other_meshes(kind)) for kind in KINDS])
 def test_first_steps_on_other_meshes_are_those_of_one_process(
     implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
 ) -> None:
