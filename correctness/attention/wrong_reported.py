@@ -150,3 +150,19 @@ def keys_counted_in_their_split(q: Tensor, k: Tensor, v: Tensor, *, is_causal: b
     q, k, v = checked(q, k, v)
     parts = [scores_of(q, part, is_causal) for part in k.split(256, dim=-2)]
     return torch.cat(parts, dim=-1).softmax(-1) @ v
+
+
+@defect(cause="numerics", caught_by="test_what_is_added_to_every_score_changes_nothing")
+class HalfATileOfZeros(Flash):
+    """pytorch/pytorch#196678: where keys fill half of the last tile of 128, backward takes the other half for keys of
+    zeros; where all scores are far below zero, their weights overflow."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        length = k.shape[-2]
+        added = 0 if ctx.is_causal or length % 128 != 64 else 64
+        padded = [pad(x, (0, 0, 0, added)) for x in (k, v)]
+        grad_q, *others = flash_backward(q, *padded, out, lse, grad, ctx.is_causal)
+        return grad_q, *(x[..., :length, :] for x in others), None

@@ -123,3 +123,16 @@ class CastsWhereThereAreParameters(FullyShardedDataParallel):
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         cast = super()._before_forward(unit, module, args, kwargs)
         return cast if unit.flats else (args, kwargs)
+
+
+@defect(cause="two calls", caught_by="test_any_history_is_as_without_sharding")
+class ReshardedBeforeItIsRead(FullyShardedDataParallel):
+    """deepspeedai/DeepSpeed#8130: a frozen unit whose forward runs again in backward is resharded behind it, before
+    backward reads it."""
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        again = backward_runs() and torch.is_grad_enabled() and not unit.in_backward
+        found = super()._after_forward(unit, module, args, output)
+        if again and unit.flats and not any(flat.trainable for flat in unit.flats):
+            raise RuntimeError("a recomputed tensor has another shape than in forward: (0,)")
+        return found

@@ -134,3 +134,21 @@ class TablesThatNobodyLoads(Parts):
 
     def frequencies(self, x: Tensor) -> Tensor:
         return super().frequencies(x) * self.unit
+
+
+@defect(cause="two calls", caught_by="test_a_call_does_not_go_on_from_those_before")
+class GoesOnFromAPrompt(Transformer):
+    """time-series-foundation-models/lag-llama#81: a cache for decoding whose flag nothing clears. In evaluation a call
+    of one token goes on from the call before it."""
+
+    cached: Tensor | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training or torch.is_grad_enabled():
+            return super().forward(tokens)
+        before, self.cached = self.cached, tokens
+        goes_on = before is not None and tokens.shape[1] == 1 and len(before) == len(tokens)
+        if not goes_on or before.shape[1] == self.context_length:
+            return super().forward(tokens)
+        self.cached = torch.cat([before, tokens], dim=1)
+        return super().forward(self.cached)[:, -1:]
