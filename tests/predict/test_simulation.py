@@ -16,6 +16,7 @@ from impl.fsdp.cases import FSDPCase
 from impl.fsdp.workload import FSDPStep
 from shardmark.api.registry import Unsupported, family
 from shardmark.meter.hardware import hardware
+from shardmark.meter.memory import meter
 from shardmark.meter.plan import Plan
 from shardmark.plugin import WorldsBySize
 from shardmark.predict.simulation.group import gloo, one_rank_of
@@ -92,6 +93,22 @@ def test_collectives_allocate_what_gloo_does(worlds: WorldsBySize) -> None:
     for rank, real in enumerate(worlds(3).run(collectives_on_gloo)):
         with one_rank_of(3, rank), no_kernels(gloo):
             assert collectives_on_gloo() == real
+
+
+OWN = torch.library.Library("shardmark_predicted", "DEF")
+for name, key in (("on_the_cpu", "CPU"), ("everywhere", "CompositeExplicitAutograd")):
+    OWN.define(f"{name}(Tensor(a!) x) -> Tensor")
+    OWN.impl(name, lambda x: torch.empty(3 * x.numel()).narrow(0, 0, x.numel()).clone(), key)
+    torch.library.register_fake(f"shardmark_predicted::{name}", torch.empty_like, lib=OWN)
+
+
+@pytest.mark.parametrize(("name", "times"), [("on_the_cpu", 1), ("everywhere", 4)])
+def test_a_librarys_kernel_for_the_cpu_is_not_that_of_a_gpu(name: str, times: int) -> None:
+    """Such as bitsandbytes' optimizers, whose kernels on the CPU have temporaries. One for all devices is the GPU's."""
+    with simulation(on=hardware("h100-80gb")), meter("cpu") as memory:
+        x = torch.empty(2**20)
+        getattr(torch.ops.shardmark_predicted, name)(x)
+    assert memory.tensors == (1 + times) * 4 * x.numel()
 
 
 def test_no_page_of_a_large_tensor_is_touched() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library import simple_registry
 from torch._ops import OpOverload
 from torch.autograd.graph import _engine_run_backward
 
@@ -62,7 +63,7 @@ LEFT_AMONG_ELEMENTS = (
 
 
 @cache
-def kind_of(operator: OpOverload) -> Kind:
+def kind_of(operator: OpOverload, on_a_gpu: bool = False) -> Kind:
     if operator in _NAMED:
         return _NAMED[operator]
     name = operator.name()
@@ -70,8 +71,9 @@ def kind_of(operator: OpOverload) -> Kind:
         return Kind.SEND
     if name.startswith("aten::") and _is_of_other_devices(name):
         return Kind.ALLOCATE
-    keys = ("CPU", *_FOR_ALL_DEVICES)
-    if not name.startswith("aten::") or not any(_has_kernel(name, key) for key in keys):
+    if not any(_has_kernel(name, key) for key in ("CPU", *_FOR_ALL_DEVICES)):
+        return Kind.RUN
+    if not name.startswith("aten::") and not (on_a_gpu and _is_for_the_cpu_alone(name)):
         return Kind.RUN
     if name.removeprefix("aten::").startswith(_ALLOCATE) or torch.Tag.inplace_view in operator.tags:
         return Kind.RUN
@@ -122,6 +124,12 @@ def _is_of_other_devices(name: str) -> bool:
     return _has_kernel(name, "Meta") and not any(
         _has_kernel(name, key) for key in ("CPU", "CompositeImplicitAutograd", *_FOR_ALL_DEVICES)
     )
+
+
+def _is_for_the_cpu_alone(name: str) -> bool:
+    """True where a library has registered a kernel for the CPU, beside what tells the results on every device: on a GPU
+    the operator has another kernel, without the temporaries of this one. A kernel for all devices is the GPU's too."""
+    return _has_kernel(name, "CPU") and simple_registry.singleton.find(name).fake_impl.kernel is not None
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -130,7 +130,7 @@ class _Kernels:
             self._schedule.fused(cost)
 
     def _results(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        kind = kind_of(operator)
+        kind = kind_of(operator, on_a_gpu=self._host is not None)
         if kind is Kind.SEND:
             return self._send(keys, operator, args)
         if kind is Kind.RUN:
