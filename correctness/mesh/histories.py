@@ -62,7 +62,8 @@ class History:
             *["tied embeddings"] * size.tied,
             *[f"{size.experts} experts"] * bool(size.experts),
         ]
-        words += ["unused parameters"] * self.spare + ["an embedding that is not finite"] * self.bad + ["AdamW" if self.adam else "SGD", f"max_norm {self.max_norm:g}"]
+        words += ["unused parameters"] * self.spare + ["an embedding that is not finite"] * self.bad
+        words += ["AdamW" if self.adam else "SGD", f"max_norm {self.max_norm:g}"]
         words += [f"parameters {', '.join(map(str, sorted(self.frozen)))} frozen"] * bool(self.frozen)
         return ", ".join(words)
 
