@@ -35,8 +35,7 @@ from shardmark.plugin.once_more import OnceMore
 from shardmark.plugin.options import pytest_addoption as pytest_addoption
 from shardmark.plugin.progress import Progress
 from shardmark.plugin.session import SESSION, implementation_of, measures, start_session
-from shardmark.plugin.terminal import pytest_keyboard_interrupt as pytest_keyboard_interrupt
-from shardmark.plugin.terminal import write_summary
+from shardmark.plugin.terminal import Interrupted, write_summary
 from shardmark.plugin.workers import SHARED, Worker
 from shardmark.ranks import torchrun
 from shardmark.ranks.link import Link
@@ -93,6 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
             session.worlds = TorchrunWorlds(session.device, partial(_end_with, config))
         except WorldError as error:
             raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(Interrupted(session.ending), "shardmark interrupted")
     config.pluginmanager.register(LastToFinish(), "shardmark's end")
     config.pluginmanager.register(Progress(config), "shardmark progress")
     config.pluginmanager.register(Undecided(), "shardmark undecided")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardmark.plugin.session import Session
+from shardmark.ranks.signals import Ending
 from shardmark.report import tables
 from shardmark.report.screen import LEAST, MOST, Styled, screen_lines
 from shardmark.report.summary import Summary
@@ -52,13 +53,21 @@ def _files(session: Session) -> Iterator[Styled]:
             yield f'--budgets: no measured test matches "{printable(budget.pattern)}"', {"yellow": True}
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-    """Drop frames that were interrupted at an instruction without a line, as some at the end of a `with` block are: on
-    Python 3.11 pytest's report of a Ctrl-C there raises TypeError in place of the run's summary."""
-    entry = excinfo.tb
-    while entry.tb_next is not None:
-        if entry.tb_next.tb_lineno is None:
-            entry.tb_next = entry.tb_next.tb_next
-        else:
-            entry = entry.tb_next
+class Interrupted:
+    """A run that a signal ends."""
+
+    def __init__(self, ending: Ending) -> None:
+        self._ending = ending
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """The signal need not come again. Drop frames that were interrupted at an instruction without a line, as some
+        at the end of a `with` block are: on Python 3.11 pytest's report of a Ctrl-C there raises TypeError in place of
+        the run's summary."""
+        self._ending.noticed()
+        entry = excinfo.tb
+        while entry.tb_next is not None:
+            if entry.tb_next.tb_lineno is None:
+                entry.tb_next = entry.tb_next.tb_next
+            else:
+                entry = entry.tb_next

@@ -6,10 +6,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals of Ctrl-C, of a scheduler, and of a terminal that closes."""
+AGAIN = 10.0
+"""Seconds after which a signal comes again, until the run notices it: other code may drop an exception, as a compiler
+does in its callbacks, and a test that expects errors."""
 
 
 class Ending:
@@ -19,6 +22,8 @@ class Ending:
         self._before: dict[int, Any] = {}
         self._held = 0
         self._came = False
+        self._alarm: Any = None
+        """The former handler of SIGALRM, while a signal comes again and again."""
 
     def handle(self) -> None:
         """Handle the signals until `leave`. An ignored signal stays ignored: a run under nohup survives its
@@ -29,12 +34,21 @@ class Ending:
 
     def leave(self) -> None:
         """Put the former handlers back."""
+        self.noticed()
         while self._before:
             signal.signal(*self._before.popitem())
 
     def hold(self) -> None:
         """Hold signals back from now on: the run is ending by itself."""
+        self.noticed()
         self._held += 1
+
+    def noticed(self) -> None:
+        """The run ends because of a signal, which need not come again."""
+        if self._alarm is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._alarm)
+            self._alarm = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -46,9 +60,15 @@ class Ending:
             self._held -= 1
             if self._came and not self._held:
                 self._came = False
-                raise KeyboardInterrupt
+                self._end()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._held:
-            raise KeyboardInterrupt
+            self._end()
         self._came = True
+
+    def _end(self) -> NoReturn:
+        if self._alarm is None:
+            self._alarm = signal.signal(signal.SIGALRM, self._handle) or signal.SIG_DFL
+        signal.setitimer(signal.ITIMER_REAL, AGAIN)
+        raise KeyboardInterrupt

@@ -1,6 +1,9 @@
 """A signal at any moment of a run: the rows that were measured are in the file, and unless it killed, in the table."""
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +133,35 @@ def test_ctrl_c_at_an_instruction_without_a_line_costs_no_table(folder: Path) ->
     project(folder, test_zz=NO_LINES)
     ended = forked(folder, *OPTIONS)
     assert ended.status == 2 and ended.rows() == [0, 1, 2] and ended.has_screen, ended.output
+
+
+DROPS = """
+import time
+
+from shardmark.ranks import signals
+
+signals.AGAIN = 0.1
+
+class Callback:
+    def __del__(self):
+        time.sleep(30)  # Python drops what is raised here
+
+def test_row_dropped():
+    Callback()
+    time.sleep(30)
+"""
+
+
+def test_a_signal_that_other_code_drops_comes_again(folder: Path) -> None:
+    project(folder, test_zz=DROPS)
+    started = time.monotonic()
+    ended = forked(folder, *OPTIONS, fault=term_in_a_second)
+    assert ended.status == 2 and ended.rows() == [0, 1, 2] and ended.has_screen, ended.output
+    assert time.monotonic() - started < 30
+
+
+def term_in_a_second() -> None:
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), TERM)).start()
 
 
 def hang_up_below_nohup() -> None:
