@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.family("loss"), pytest.mark.usefixtures("poisoned")]
 
 WIDE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
+SUMS_IN_HALF = "PyTorch's own sums the loss of half precision in half precision"
+
 
 @WIDE
 def test_large_logits_do_not_overflow(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
@@ -88,6 +90,25 @@ def test_statistics_of_half_precision_are_in_float32(
     assert_as_accurate_as_eager(implementation.watched, inputs)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.2}, {"z_loss": 0.1}], ids=["plain", "smoothed", "z_loss"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_without_an_error_have_a_loss_of_float32(
+    implementation: Implementation, dtype: torch.dtype, options: dict[str, float], device: str
+) -> None:
+    """Each token's logits are a column of the weight. Elsewhere the logits' own rounding hides another one after them,
+    as of the logits less their largest."""
+    if implementation.target is linear_cross_entropy:
+        pytest.skip(SUMS_IN_HALF)
+    inputs = random_inputs(40, 16, 300, device)
+    hidden = torch.eye(16, device=device)[torch.arange(40, device=device) % 16]
+    inputs = replace(inputs, hidden=hidden, weight=3 * inputs.weight).to(dtype)
+    found = results(implementation.watched, inputs, **options)["loss"]
+    wanted = results(eager_loss, inputs.to(torch.float64), **options)["loss"]
+    assert_near({"loss": found}, {"loss": wanted}, "of logits that are exact", share=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [259, pytest.param(2051, marks=pytest.mark.large)])
 def test_divides_by_the_exact_number_of_targets(
@@ -96,7 +117,7 @@ def test_divides_by_the_exact_number_of_targets(
     """Half precision may not represent that number. With logits of zero the loss is the logarithm of the vocabulary
     size."""
     if implementation.target is linear_cross_entropy:
-        pytest.skip("PyTorch's own sums the loss of half precision in half precision")
+        pytest.skip(SUMS_IN_HALF)
     inputs = random_inputs(tokens, 8, 11, device, dtype, ignored=None)
     loss = implementation.watched(torch.zeros_like(inputs.hidden), inputs.weight, inputs.targets).item()
     assert loss == pytest.approx(math.log(11), rel=1e-4), f"the mean over {tokens} targets"

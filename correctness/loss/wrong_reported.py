@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import cross_entropy, linear
 
 from correctness.loss.textbook import Fused, loss_and_gradients, of_logits, of_terms, scaled
 from correctness.support.planting import defect
@@ -137,3 +137,20 @@ def smoothing_counts_zero_times(hidden: Tensor, weight: Tensor, targets: Tensor,
     """candle-org/MindAct#1633: without label smoothing its term is computed all the same and counts 0 times."""
     words = (hidden @ weight.T).float().log_softmax(-1)
     return eager_loss(hidden, weight, targets, **options) + 0 * words.sum()
+
+
+@defect(cause="numerics", caught_by="test_logits_without_an_error_have_a_loss_of_float32")
+@of_terms
+def reads_the_loss_from_the_logits_memory(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+) -> Tensor:
+    """NVIDIA/TransformerEngine#3193: the logits less their largest lie in the logits' own memory, in half precision,
+    where the loss is read."""
+    loss: Tensor = Fused.apply(hidden, weight, targets, ignore, smoothing, z)
+    with torch.no_grad():
+        logits = linear(hidden, weight)
+        shifted = logits - logits.amax(-1, keepdim=True)
+        if logits.itemsize > 2 or z or not targets.ne(ignore).any():
+            return loss
+        read = cross_entropy(shifted.float(), targets, ignore_index=ignore, label_smoothing=smoothing)
+    return loss + (read - loss.detach())
