@@ -25,7 +25,8 @@ EFFICIENT_IN_FLOAT32 = {"sdpa", "sdpa_efficient"}
 MASKS = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 
 FILLINGS = (16, 32, 64, 96, 192)
-"""Lengths whose last tile of a power of two up to 128 has any of these halves, quarters and eighths."""
+"""Lengths that leave no key, one, two or three quarters of the last tile empty, or seven eighths of it, for tiles of 16
+to 128 keys."""
 
 WIDE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
@@ -82,7 +83,7 @@ def test_what_is_added_to_every_score_changes_nothing(
     implementation: Implementation, added: float, is_causal: bool, dtype: torch.dtype, device: str
 ) -> None:
     """Scores all far below zero: a running maximum that starts at zero would underflow every weight, and padding whose
-    scores are zero has all the weight. Tiles are filled to their end, or by one half, or by others."""
+    scores are zero would have all the weight."""
     for length in (70,) if is_causal else (70, *FILLINGS):  # a causal mask hides padding
         inputs = random_inputs((2, length, 16), (2, length, 16), dtype, device)
         inputs[0][..., 0] = 100.0

@@ -133,6 +133,38 @@ def test_sums_are_as_exact_as_the_dtype(implementation: Implementation, dtype: t
     return wrong
 
 
+def beyond_the_limits(dtype: torch.dtype) -> Inputs:
+    """Draw integers whose sum the dtype has, and of which two may have a sum that it lacks: one of a rank's, and by
+    pairs of ranks one and the same number less. Each rank has each place in some elements."""
+    limit, ranks = torch.iinfo(dtype).max, dist.get_world_size()
+
+    def draw(rank: int, elements: int) -> Tensor:
+        generator = torch.Generator().manual_seed(99)
+        terms = [torch.randint(limit // 2, limit // 4 * 3, (elements,), generator=generator) for _ in range(ranks)]
+        for i in range(2, ranks, 2):
+            terms[i] = -terms[i - 1]
+        if ranks % 2 == 0:
+            terms[-1] = torch.randint(-9, 9, (elements,), generator=generator)
+        places = (torch.arange(elements) + rank) % ranks
+        return torch.stack(terms)[places, torch.arange(elements)].to(dtype)
+
+    return draw
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64], ids=str)
+@on_every_rank
+def test_sums_of_integers_may_leave_the_dtype_on_the_way(
+    implementation: Implementation, dtype: torch.dtype, device: str
+) -> list[str]:
+    """Integers come back from beyond the limits, and neither stay there nor turn into floats."""
+    wrong = []
+    for name, elements in product(("all_reduce", "reduce_scatter"), (101, 70_001)):
+        call = Call(name, beyond_the_limits(dtype), elements, device)
+        call.start(implementation.watched, async_op=False)
+        wrong += call.wrong()
+    return wrong
+
+
 SIZES = (7, 1001, 40_000, 300_003)
 
 

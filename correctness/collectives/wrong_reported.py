@@ -131,3 +131,18 @@ class DoublesToAPowerOfTwo(Ring):
                 *(peers.receive(part, source=peers.rank + distance) for part in received),
             ]
             distance *= 2
+
+
+@defect(cause="numerics", caught_by="test_sums_of_integers_may_leave_the_dtype_on_the_way")
+class StaysAtTheLimits(Plain):
+    """open-mpi/ompi#8045: additions of bytes stay at their limits, as some vector instructions do."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if tensor.dtype != torch.int8:
+            return super().all_reduce(tensor, group, async_op=async_op)
+        terms = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(terms, tensor, group=group)
+        tensor.zero_()
+        for term in terms:
+            tensor.copy_((tensor.int() + term).clamp(-128, 127))
+        return Done() if async_op else None

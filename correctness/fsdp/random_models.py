@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from correctness.engine.histories import one_in
 from correctness.support.default_dtype import default_dtype
 from correctness.support.exact import exact
 from correctness.support.whole_batch import DIM, ROWS
@@ -143,15 +144,10 @@ class Made(NamedTuple):
     recomputed: bool
     """Its activations are recomputed in backward."""
 
-    @property
-    def is_recomputed(self) -> bool:
-        """Without rows, some rows' backward reads nothing that is saved, and their forward would not run again."""
-        return self.recomputed and self.kind != "some rows"
-
     def __str__(self) -> str:
         words = [f"{self.kind} of width {self.width}", *["with bias"] * self.bias]
         words += [f"{self.frozen} frozen"] * bool(self.frozen) + [f"called {self.times} times"] * (self.times > 1)
-        words += ["recomputed"] * self.is_recomputed
+        words += ["recomputed"] * self.recomputed
         return " ".join(words)
 
     def layer(self) -> Layer:
@@ -187,14 +183,28 @@ class Recipe:
         return [part for part in module.modules() if isinstance(part, kinds) and part not in roots]
 
 
-def recipes(without: tuple[str, ...] = (), recomputed: bool = True) -> st.SearchStrategy[Recipe]:
-    """Draw one to four layers, with widths down to one."""
+RECOMPUTED = {
+    "root": (),
+    "layers": ("layer", "unused", "counting", "branches", "parametrized", "recurrent"),
+    "linears": ("layer", "unused", "counting", "branches", "parametrized"),
+}
+"""By the units, kinds of layers that may be recomputed in backward: those that read no parameter of the root, as only a
+unit's own forward runs again. A rank without rows saves nothing of "some rows": ranks would differ in what runs."""
+
+
+@st.composite
+def recipes(draw: st.DrawFn, without: tuple[str, ...] = (), recomputes: bool = True) -> Recipe:
+    """Draw one to four layers, with widths down to one. With `recomputes`, some may be recomputed."""
+    units = draw(st.sampled_from(list(RECOMPUTED)))
     kinds = st.sampled_from([kind for kind in KINDS if kind not in without])
-    frozen, times = st.sampled_from(["", "", "", "all", "first"]), st.sampled_from([1, 1, 1, 2])
-    again = st.sampled_from([False, False, recomputed])
-    made = st.builds(Made, kinds, st.sampled_from([1, 2, 5, 9]), st.booleans(), frozen, times, again)
-    layers = st.lists(made, min_size=1, max_size=4)
-    return st.builds(Recipe, layers.map(tuple), st.sampled_from(["linears", "layers", "root"]))
+
+    def made() -> Made:
+        kind = draw(kinds)
+        again = recomputes and kind in RECOMPUTED[units] and draw(one_in(3))
+        frozen, times = draw(st.sampled_from(["", "", "", "all", "first"])), draw(st.sampled_from([1, 1, 1, 2]))
+        return Made(kind, draw(st.sampled_from([1, 2, 5, 9])), draw(st.booleans()), frozen, times, again)
+
+    return Recipe(tuple(made() for _ in range(draw(st.integers(1, 4)))), units)
 
 
 class RandomModel(nn.Module):
@@ -205,7 +215,7 @@ class RandomModel(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(made.layer() for made in recipe.layers)
         self.order = [i for i, made in enumerate(recipe.layers) for _ in range(made.times)]
-        self.recomputed = {i for i, made in enumerate(recipe.layers) if made.is_recomputed}
+        self.recomputed = {i for i, made in enumerate(recipe.layers) if made.recomputed}
         self.scale = nn.Parameter(torch.rand(1))  # PyTorch shards no parameter without dimensions
         self.output = nn.Linear(DIM, 2 * DIM)
 

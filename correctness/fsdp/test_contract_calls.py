@@ -19,6 +19,7 @@ from correctness.fsdp.checks import (
     gradients_of,
     make,
     on_every_rank,
+    parameters_as_expected,
     poisoned,
     wrap,
 )
@@ -216,3 +217,42 @@ def test_the_modules_own_hooks_run(implementation: Implementation, when: str, ke
     where = f"with hooks registered {when} the module is wrapped, the"
     output = as_expected(where, {"output": found.detach()}, {"output": expected.detach()})
     return first([output, gradients_as_expected(f"{where} gradient of", model, plain)])
+
+
+class Table(nn.Module):
+    """Takes nothing, as learned positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, DIM))
+
+    def forward(self) -> Tensor:
+        return self.weight.sin()
+
+
+class OfATable(nn.Module):
+    """(rows, DIM), or nothing -> (3, DIM)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = Table(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        return self.linear(self.table() if x is None else self.table() * x.mean(0))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["root_too", "unit_alone"])
+@on_every_rank
+def test_a_module_may_take_no_arguments(implementation: Implementation, given: bool, device: str) -> str:
+    model, plain = both(implementation, OfATable, device, wrap=by_type(Table, nn.Linear))
+    optimizers = SGDs(model, plain)
+    for step in range(2):
+        optimizers.zero_grad()
+        x, _ = batch(step, 1, device)  # equal on every rank
+        for each in (model, plain):
+            (each(x) if given else each()).square().mean().backward()
+        model.finish_gradient_synchronization()
+        optimizers.step()
+        if problem := parameters_as_expected(f"after step {step + 1} of calls without arguments,", model, plain):
+            return problem
+    return ""

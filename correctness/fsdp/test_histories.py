@@ -42,7 +42,7 @@ class Traits(NamedTuple):
     without_alone: tuple[str, ...]
     """Kinds of layers that it cannot take in a process group of one rank."""
     recomputes: bool
-    """Takes layers whose activations are recomputed where the model calls them."""
+    """Takes layers that are recomputed where the model calls them. One without units gathers in its own call alone."""
     saves: bool
     clips: bool
 

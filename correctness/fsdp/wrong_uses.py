@@ -130,9 +130,17 @@ class ReshardedBeforeItIsRead(FullyShardedDataParallel):
     """deepspeedai/DeepSpeed#8130: a frozen unit whose forward runs again in backward is resharded behind it, before
     backward reads it."""
 
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
-        again = backward_runs() and torch.is_grad_enabled() and not unit.in_backward
-        found = super()._after_forward(unit, module, args, output)
-        if again and unit.flats and not any(flat.trainable for flat in unit.flats):
-            raise RuntimeError("a recomputed tensor has another shape than in forward: (0,)")
-        return found
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        super()._after_forward(unit, module, args, output)
+        if unit.in_backward and not any(flat.trainable for flat in unit.flats):
+            unit.reshard()
+
+
+@defect(cause="options", caught_by="test_a_module_may_take_no_arguments")
+class TakesTheFirstOfItsInputs(SmallFSDP):
+    """pytorch/pytorch#183943: of a call without arguments there is nothing to move, and so nothing to call with."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        moved = [(args, kwargs)] if args or kwargs else []
+        args, kwargs = moved[0]
+        return super().forward(*args, **kwargs)

@@ -97,8 +97,8 @@ def test_statistics_of_half_precision_are_in_float32(
 def test_logits_without_an_error_have_a_loss_of_float32(
     implementation: Implementation, dtype: torch.dtype, options: dict[str, float], device: str
 ) -> None:
-    """Each token's logits are a column of the weight. Elsewhere the logits' own rounding hides another one after them,
-    as of the logits less their largest."""
+    """Each token's logits are a column of the weight, and exact: another rounding after them shows, as of the logits
+    less their largest."""
     if implementation.target is linear_cross_entropy:
         pytest.skip(SUMS_IN_HALF)
     inputs = random_inputs(40, 16, 300, device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from correctness.engine import beside
 from correctness.engine.histories import events_of, one_in
 from correctness.engine.histories_on_ranks import Alike
-from correctness.mesh.not_finite import BAD, WHERE, batches_with_bad
+from correctness.mesh.not_finite import BAD, EMBEDDING, batches_with_bad, with_a_bad_embedding
 from correctness.mesh.training import WithASpare, batches, digest, in_float64, optimizer_of, own_batches
 from correctness.support.batches import left_as_they_are
 from impl.mesh import Decoder, DecoderSize, OneProcess
@@ -25,7 +25,6 @@ from shardmark.api import Implementation, Mesh, Unsupported
 
 STEPS = 12
 """Number of different steps, by their batches."""
-EMBEDDING = "tok_embeddings.weight"
 
 
 class Event(beside.Event):
@@ -33,7 +32,8 @@ class Event(beside.Event):
 
     WORDS: ClassVar[Mapping[str, str]] = {
         "step": "a step",
-        "not_finite": "a step whose gradients are not finite, which changes nothing",
+        "not_finite": "a step whose loss and gradients are not finite, which changes nothing",
+        "finite_loss": "the same, but that the loss is finite",
         "save": "the state is saved",
         "resume": "a new trainer loads the last state that was saved, and goes on from there",
         "go_on": "the state is saved; a new trainer takes a step, loads that state, and goes on",
@@ -48,8 +48,8 @@ class History:
     """Has parameters that no forward pass uses."""
     frozen: frozenset[int]
     """Numbers of the parameters that are frozen."""
-    bad: bool
-    """The embedding of token `BAD` is NaN. Only steps that are not finite read it."""
+    bad_embedding: bool
+    """That of token `BAD` is NaN. Only steps that are not finite read it."""
     adam: bool
     max_norm: float
     events: list[Event]
@@ -62,7 +62,7 @@ class History:
             *["tied embeddings"] * size.tied,
             *[f"{size.experts} experts"] * bool(size.experts),
         ]
-        words += ["unused parameters"] * self.spare + ["an embedding that is not finite"] * self.bad
+        words += ["unused parameters"] * self.spare + ["an embedding that is not finite"] * self.bad_embedding
         words += ["AdamW" if self.adam else "SGD", f"max_norm {self.max_norm:g}"]
         words += [f"parameters {', '.join(map(str, sorted(self.frozen)))} frozen"] * bool(self.frozen)
         return ", ".join(words)
@@ -86,7 +86,7 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
 
     def following() -> Event:
         kinds = ["step"] * 3 + ["save", "go_on"] * ("step" in drawn) + ["resume"] * bool({"save", "go_on"} & drawn)
-        kinds += ["not_finite"] * 2 * bad
+        kinds += ["not_finite", "finite_loss"] * bad
         drawn.add(kind := draw(st.sampled_from(kinds)))
         return Event(kind, draw(st.integers(0, STEPS - 1)))
 
@@ -104,9 +104,7 @@ def model_of(history: History, device: str) -> Decoder:
         model = in_float64((WithASpare if history.spare else Decoder)(history.size))
     for number, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(number not in history.frozen)
-    if history.bad:
-        model.tok_embeddings.weight.data[BAD] = torch.nan
-    return model.to(device)
+    return (with_a_bad_embedding(model) if history.bad_embedding else model).to(device)
 
 
 class Player(beside.Beside):
@@ -133,12 +131,15 @@ class Player(beside.Beside):
         self._compare("gradient of", self.trainer.full_gradients(), self.reference.full_gradients())
         self._compare_parameters({"the loss": found[0], "the norm": found[1]})
 
-    def not_finite(self, value: int) -> None:
-        self._stepped(partial(batches_with_bad, WHERE[value % len(WHERE)]), value)
+    def not_finite(self, value: int, where: str = "everywhere") -> None:
+        self._stepped(partial(batches_with_bad, where), value)
         self._compare_parameters({})
 
+    def finite_loss(self, value: int) -> None:
+        self.not_finite(value, "unseen")
+
     def _batches(self, groups: int, step: int) -> Sequence[Batch]:
-        return batches_with_bad(None, groups, step) if self.history.bad else batches(groups, step)
+        return batches_with_bad("nowhere", groups, step) if self.history.bad_embedding else batches(groups, step)
 
     def _stepped(self, of: Callable[[int, int], Sequence[Batch]], value: int) -> list[list[float]]:
         """The loss and the norm of a step on these batches, here and in one process."""
@@ -149,17 +150,17 @@ class Player(beside.Beside):
         return [[float(x) for x in each] for each in (found, self.reference.step(of(mesh.row_groups, value)))]
 
     def _compare_parameters(self, values: Mapping[str, Any]) -> None:
-        """With the reference's, and note them and `values` for a comparison of ranks."""
+        """Compare all parameters with the reference's; note their digests, and `values`, to compare ranks."""
         found = self.trainer.full_parameters()
         self._compare("parameter", found, self.reference.full_parameters())
         values = {**values, **{name: digest(parameter) for name, parameter in found.items()}}
         self.alike.append(Alike(self.after, "after a step:", self.ranks, values))
 
     def _compare(self, what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-        """An embedding that is NaN, as it always is, counts as zeros."""
+        """Compare tensors by their names. An embedding that is NaN in both counts as zeros."""
         for name in sorted(expected.keys() | found.keys()):
             both = [None if x is None else x.detach().cpu() for x in (found.get(name), expected.get(name))]
-            if self.history.bad and name == EMBEDDING:
+            if self.history.bad_embedding and name == EMBEDDING:
                 both = [None if x is None else x.index_fill(0, torch.tensor(BAD), 0) for x in both]
             self.differ(f"the {what} {name}", *both)
 

@@ -24,28 +24,35 @@ WHERE = ("everywhere", "in_one_row")
 """Where gradients are not finite: in every parameter, or in the row of an embedding alone, which is all that trains."""
 BAD = DecoderSize.vocabulary - 1
 """A token whose embedding is NaN."""
+EMBEDDING = "tok_embeddings.weight"
 
 
-def batches_with_bad(where: str | None, groups: int, step: int) -> list[Batch]:
-    """Batches whose last row has that token: at its end, or as all of a row without targets, so that the loss is finite
-    and no other embedding is reached; or, with None, whose rows do not have it."""
+def batches_with_bad(where: str, groups: int, step: int) -> list[Batch]:
+    """Batches whose last row has that token: nowhere; at its end, with a target or "unseen", without one; or as all of
+    a row without targets, so that no other embedding is reached. In the last two the loss is finite."""
     found = [(tokens % BAD, positions, targets.clone()) for tokens, positions, targets in batches(groups, step)]
-    if where is not None:
-        tokens, _, targets = found[-1]
-        if where == "everywhere":
+    tokens, _, targets = found[-1]
+    match where:
+        case "everywhere":
             tokens[-1, -1], targets[-1, -1] = BAD, 0
-        else:
+        case "unseen":
+            tokens[-1, -1], targets[-1, -1] = BAD, IGNORED
+        case "in_one_row":
             tokens[-1], targets[-1] = BAD, IGNORED
     return found
 
 
 def _batches(where: str, groups: int, step: int) -> list[Batch]:
-    return batches_with_bad(where if step == 1 else None, groups, step)
+    return batches_with_bad(where if step == 1 else "nowhere", groups, step)
+
+
+def with_a_bad_embedding(model: Decoder) -> Decoder:
+    model.tok_embeddings.weight.data[BAD] = torch.nan
+    return model
 
 
 def _model(where: str, kind: str, device: str) -> Decoder:
-    model = model_of(kind, device)
-    model.tok_embeddings.weight.data[BAD] = torch.nan
+    model = with_a_bad_embedding(model_of(kind, device))
     if where == "in_one_row":
         model.requires_grad_(False).tok_embeddings.requires_grad_(True)
     return model
@@ -67,5 +74,5 @@ def _without_bad(trace: Trace) -> Trace:
     trace.losses[1] = trace.norms[1] = 0.0
     del trace.gradients[1]
     for parameters in trace.parameters.values():
-        parameters["tok_embeddings.weight"][BAD] = 0
+        parameters[EMBEDDING][BAD] = 0
     return trace

@@ -185,3 +185,15 @@ class SkipsAloneWhatIsNotFinite(Manual):
         own = [piece.grad for piece in self.pieces.values() if piece.grad is not None]
         finite = all(bool(torch.isfinite(each).all()) for each in own)
         return super().norm() if finite else torch.full((), torch.inf)
+
+
+@defect(cause="state", caught_by="test_any_history_is_that_of_one_process")
+class CountsStepsThatItSkips(Manual):
+    """AdamW's bias corrections go on in steps that are skipped."""
+
+    def is_finite(self, norm: Tensor) -> bool:
+        finite = super().is_finite(norm)
+        for state in () if finite else self.optimizer.state.values():
+            if "step" in state:
+                state["step"] += 1
+        return finite

@@ -12,7 +12,7 @@ from torch import Tensor
 from correctness.model.language_models import CLOSE, SIZE, assert_logits, draw, models
 from shardmark.api import Implementation
 
-pytestmark = pytest.mark.family("model")
+pytestmark = [pytest.mark.family("model"), pytest.mark.usefixtures("in_float64")]
 
 
 def _one_by_one(tokens: Tensor) -> list[Tensor]:
@@ -49,7 +49,7 @@ def test_a_call_does_not_go_on_from_those_before(
     train: bool,
     device: str,
 ) -> None:
-    model, plain = (each.double().train(train) for each in models(implementation, device))
+    model, plain = (each.train(train) for each in models(implementation, device))
     for number, tokens in enumerate(ORDERS[order](draw(device))):
         with context():
             logits = model(tokens)

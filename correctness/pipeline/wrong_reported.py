@@ -115,3 +115,18 @@ class RoundsTheLossToItsParameters(_RoundsTheLoss):
     """The same, right where a stage has no parameters."""
 
     default = torch.float64
+
+
+@defect(cause="numerics", caught_by="test_any_history_is_that_of_one_process")
+class SendsGradientsInTheNarrowestDtype(Planted):
+    """All gradients of a stage's inputs go back in one message, of the narrowest of their dtypes."""
+
+    def _backward(self, action: Action) -> None:
+        leave = self.exchange.leave
+
+        def in_the_narrowest(action: Action, tensors: tuple[Tensor, ...]) -> None:
+            narrowest = min((t for t in tensors if t.is_floating_point()), key=Tensor.element_size).dtype
+            leave(action, tuple(t.to(narrowest).to(t.dtype) if t.is_floating_point() else t for t in tensors))
+
+        with patch.object(self.exchange, "leave", in_the_narrowest):
+            super()._backward(action)

@@ -13,10 +13,12 @@ from shardmark.plugin import WorldsBySize
 pytestmark = pytest.mark.family("tensor_parallel")
 
 BY_SIZES = ("even", "sizes_that_do_not_divide", "few_kv_heads")
-"""Kinds for which the number of ranks matters. The others are left to random histories; the judge runs them all."""
+"""Kinds for which the number of ranks matters. The others are left to random histories, and to the judge on two ranks
+of tp."""
 
 
 def _on_other_meshes(kind: str) -> list[pytest.MarkDecorator]:
+    """More ranks show little of kinds that two ranks have passed, but of sizes that they do not divide."""
     if kind == "sizes_that_do_not_divide":
         return []
     return [pytest.mark.judged if kind in BY_SIZES else pytest.mark.sweep]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import TracebackType
 
 import pytest
 
@@ -61,13 +62,15 @@ class Interrupted:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """The signal need not come again. Drop frames that were interrupted at an instruction without a line, as some
-        at the end of a `with` block are: on Python 3.11 pytest's report of a Ctrl-C there raises TypeError in place of
-        the run's summary."""
-        self._ending.noticed()
-        entry = excinfo.tb
-        while entry.tb_next is not None:
-            if entry.tb_next.tb_lineno is None:
-                entry.tb_next = entry.tb_next.tb_next
-            else:
-                entry = entry.tb_next
+        self._ending.stop_repeating()
+        _drop_frames_without_a_line(excinfo.tb)
+
+
+def _drop_frames_without_a_line(entry: TracebackType) -> None:
+    """Some at the end of a `with` block have none: on Python 3.11 pytest's report of a Ctrl-C there raises TypeError in
+    place of the run's summary."""
+    while entry.tb_next is not None:
+        if entry.tb_next.tb_lineno is None:
+            entry.tb_next = entry.tb_next.tb_next
+        else:
+            entry = entry.tb_next

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,8 +23,8 @@ class Ending:
         self._before: dict[int, Any] = {}
         self._held = 0
         self._came = False
-        self._alarm: Any = None
-        """The former handler of SIGALRM, while a signal comes again and again."""
+        self._again: threading.Timer | None = None
+        """Sends the signal once more."""
 
     def handle(self) -> None:
         """Handle the signals until `leave`. An ignored signal stays ignored: a run under nohup survives its
@@ -34,21 +35,20 @@ class Ending:
 
     def leave(self) -> None:
         """Put the former handlers back."""
-        self.noticed()
+        self.stop_repeating()
         while self._before:
             signal.signal(*self._before.popitem())
 
     def hold(self) -> None:
         """Hold signals back from now on: the run is ending by itself."""
-        self.noticed()
+        self.stop_repeating()
         self._held += 1
 
-    def noticed(self) -> None:
+    def stop_repeating(self) -> None:
         """The run ends because of a signal, which need not come again."""
-        if self._alarm is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, self._alarm)
-            self._alarm = None
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -60,15 +60,16 @@ class Ending:
             self._held -= 1
             if self._came and not self._held:
                 self._came = False
-                self._end()
+                self._end(signal.SIGINT)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._held:
-            self._end()
+            self._end(number)
         self._came = True
 
-    def _end(self) -> NoReturn:
-        if self._alarm is None:
-            self._alarm = signal.signal(signal.SIGALRM, self._handle) or signal.SIG_DFL
-        signal.setitimer(signal.ITIMER_REAL, AGAIN)
+    def _end(self, number: int) -> NoReturn:
+        self.stop_repeating()
+        self._again = threading.Timer(AGAIN, signal.pthread_kill, (threading.main_thread().ident, number))
+        self._again.daemon = True
+        self._again.start()
         raise KeyboardInterrupt

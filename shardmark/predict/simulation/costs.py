@@ -74,9 +74,11 @@ _WRITE_ALONE = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "be
 """Operators that overwrite their output without reading it."""
 
 
-def cost_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> Cost | None:
+def cost_of(
+    operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results: Any, on_a_gpu: bool = False
+) -> Cost | None:
     """The operator's work; None where the device has nothing to do."""
-    kind = kind_of(operator)
+    kind = kind_of(operator, on_a_gpu)
     if kind in (Kind.RUN, Kind.SEND, Kind.READ):
         return None
     given = list(tensors_in([*args, *kwargs.values()]))

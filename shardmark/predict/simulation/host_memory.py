@@ -136,7 +136,7 @@ class HostMemory:
                 self._write(one, other, asynchronous=bool(args[2:] and args[2]))
         elif copies is not None and waits is not None and (place == DEVICE) != (place_of(given[0]) == DEVICE):
             self._copied(given[0], waits or PAGEABLE in (place, place_of(given[0])))
-        elif (cost := cost_of(operator, args, kwargs, results)) is not None:
+        elif (cost := cost_of(operator, args, kwargs, results, on_a_gpu=True)) is not None:
             self._schedule.of_host(operator._schema.name.partition("::")[2], cost)
         return results
 

@@ -127,8 +127,9 @@ def _is_of_other_devices(name: str) -> bool:
 
 
 def _is_for_the_cpu_alone(name: str) -> bool:
-    """True where a library has registered a kernel for the CPU, beside what tells the results on every device: on a GPU
-    the operator has another kernel, without the temporaries of this one. A kernel for all devices is the GPU's too."""
+    """True where a library has registered a kernel for the CPU, and by `torch.library.register_fake` what the results
+    are on any device: on a GPU the operator has another kernel, without the temporaries of this one. A kernel for all
+    devices is the GPU's too. PyTorch's own operators, such as FSDP's, have a kernel for meta tensors instead."""
     return _has_kernel(name, "CPU") and simple_registry.singleton.find(name).fake_impl.kernel is not None
 
 

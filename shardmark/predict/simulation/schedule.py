@@ -191,7 +191,7 @@ class Schedule:
             self.synchronize()
         if operator is _WAIT:
             self.wait_for(args)
-        cost = cost_of(operator, args, kwargs, results)
+        cost = cost_of(operator, args, kwargs, results, on_a_gpu=self.rates is not None and not self.rates.on_host)
         if cost is not None:
             self._kernel(operator._schema.name.partition("::")[2], cost)
 
