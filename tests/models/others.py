@@ -142,6 +142,12 @@ def unet() -> Made:
     return UNet(), (images, classes), lambda model, images, classes: cross_entropy(model(images), classes)
 
 
+def feed_forward() -> Made:
+    """Two large weights, of which an optimizer's state takes all but a few bytes."""
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+    return model, (torch.randn(64, 1024),), lambda model, x: model(x).square().mean()
+
+
 def _with_operators_of_torchvision() -> None:
     """torchvision's wheel of PyPI is built for CUDA: beside a CPU's torch its library does not load, and importing it
     then fails for want of two operators that no model here calls."""

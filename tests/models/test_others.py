@@ -40,9 +40,8 @@ STRATEGIES = {
 }
 
 
-def _predicted(model: str, out: Path, *more: str) -> list[dict[str, object]]:
-    """The outcomes that `python -m shardmark.predict` writes."""
-    package = NEEDS.get(model, "transformers")
+def _predicted(model: str, package: str, out: Path, *more: str) -> list[dict[str, object]]:
+    """The outcomes that `python -m shardmark.predict` writes, if that package is there."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: tox -e models installs it")
     command = ["-m", "shardmark.predict", f"{OTHERS}:{model}", "--hardware", "h100-80gb", "--own-batch", "--json", out]
@@ -57,7 +56,7 @@ def _predicted(model: str, out: Path, *more: str) -> list[dict[str, object]]:
 @pytest.mark.sweep
 @pytest.mark.parametrize("model", NEEDS)
 def test_a_model_by_others_gets_its_table(model: str, tmp_path: Path) -> None:
-    outcomes = _predicted(model, tmp_path / "out.json", "--ranks", "2")
+    outcomes = _predicted(model, NEEDS[model], tmp_path / "out.json", "--ranks", "2")
     more = ("", " + checkpointing") if model not in WITHOUT_BLOCKS else ("",)
     expected = {name + each + dtype for name in STRATEGIES for each in more for dtype in ("", " + bfloat16")}
     assert {each["strategy"] for each in outcomes} == expected and len(outcomes) == len(expected)
@@ -65,7 +64,21 @@ def test_a_model_by_others_gets_its_table(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("optimizer", ["torchao.optim.AdamW8bit", "bitsandbytes.optim.AdamW8bit"])
+def test_a_state_of_8_bits_takes_a_quarter(optimizer: str, tmp_path: Path) -> None:
+    """Two bytes for each parameter in place of eight, and two scales for each block of 256."""
+    package, states = optimizer.partition(".")[0], []
+    for each in ("adamw", optimizer):
+        outcomes = _predicted("feed_forward", package, tmp_path / "out.json", "--ranks", "2", "--optimizer", each)
+        (eager,) = (outcome for outcome in outcomes if outcome["strategy"] == "training_step=eager")
+        assert eager["steps"]
+        states.append(eager["before_step"])
+    parameters = json.loads((tmp_path / "out.json").read_text())["model"]["parameters"]
+    assert (states[0] - states[1]) / parameters == pytest.approx(8 - 2 - 2 * 4 / 256, abs=0.02)
+
+
+@pytest.mark.sweep
 def test_llama_8b_fits_on_eight_h100s_by_fsdp(tmp_path: Path) -> None:
-    outcomes = _predicted("llama_8b", tmp_path / "out.json", "--ranks", "8")
+    outcomes = _predicted("llama_8b", "transformers", tmp_path / "out.json", "--ranks", "8")
     fits = {each["strategy"]: each["fits"] for each in outcomes}
     assert fits["fsdp=fsdp2 + checkpointing"] and not fits["data_parallel=ddp"]
