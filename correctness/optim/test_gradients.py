@@ -147,6 +147,19 @@ def test_parameters_data_may_be_replaced(implementation: Implementation, device:
     assert_all_near(params, train(AdamW, start, grads))
 
 
+def test_parameters_may_get_their_memory_later(implementation: Implementation, device: str) -> None:
+    """Without memory, as sharded ones are at times, all have the address 0, and here one shape."""
+    start = tensors(device, shapes=((3, 5), (3, 5), (3, 5)))
+    grads = gradients(start, 3)
+    params = leaves(start)
+    for p in params:
+        p.untyped_storage().resize_(0)
+    optimizer = implementation.watched(params)
+    for p, value in zip(params, start, strict=True):
+        p.data = value.clone()
+    assert_all_near(run(optimizer, grads), train(AdamW, start, grads))
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.t().contiguous().t(),
     "columns_apart": lambda x: x.repeat_interleave(2, 1)[:, ::2],

@@ -157,3 +157,20 @@ class KeepsOneElementForEachRate(Simple):
         if group["lr"] not in rates:
             rates[group["lr"]] = torch.tensor(group["lr"], dtype=torch.float64, device=p.device)
         super().move(p, grad, state, group, t)
+
+
+@defect(cause="state", caught_by="test_parameters_may_get_their_memory_later")
+class StateByFirstAddress(Simple):
+    """HomebrewML/HeavyBall#11: state is found by a parameter's shape and the address it had when it was added, which is
+    0 for those without memory."""
+
+    def add_param_group(self, param_group: State) -> None:
+        super().add_param_group(param_group)
+        keys = self.__dict__.setdefault("keys", {})
+        keys.update({p: (p.data_ptr(), p.shape) for p in self.param_groups[-1]["params"]})
+
+    def state_of(self, p: Tensor) -> State:
+        first = next(q for q, key in self.keys.items() if key == self.keys[p] and q.numel())
+        if p is not first and first in self.state:
+            self.state[p] = self.state[first]
+        return super().state_of(p)
