@@ -1,6 +1,7 @@
 """Wrapping preserves the module: calls, parameters, buffers and state."""
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -70,11 +71,16 @@ class Answer:
     loss: Tensor
 
 
+class Named(OrderedDict[str, Tensor]):
+    """As outputs of transformers are, of a class that PyTorch's trees do not know."""
+
+
 RETURNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {  # forward's output; the loss in it
     "tensor": (lambda loss: loss, lambda output: output),
     "list": (lambda loss: [None, loss], lambda output: output[1]),
     "dict_of_tuple": (lambda loss: {"loss": (loss,)}, lambda output: output["loss"][0]),
     "dataclass": (Answer, lambda output: output.loss),
+    "dict_of_its_own": (lambda loss: Named(loss=loss), lambda output: output["loss"]),
 }
 
 

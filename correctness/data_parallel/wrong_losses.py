@@ -59,6 +59,24 @@ class EveryOutputHasAHistory(Plain):
         return through(_Copies, super().forward(*args, **kwargs), torch.is_floating_point)
 
 
+@defect(cause="gradients", caught_by="test_gradients_are_averaged_whatever_forward_returns")
+class LooksIntoKnownContainers(Plain):
+    """huggingface/transformers#25357: looks for outputs in containers that PyTorch knows. A subclass of OrderedDict has
+    none, and there is nothing to average."""
+
+    outputs = 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        returned = super().forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.outputs = sum(not isinstance(each, dict) for each in tree_leaves(returned))
+        return returned
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        if self.outputs:
+            super().average(parameters)
+
+
 @defect(cause="gradients", caught_by="test_gradients_are_averaged_whatever_a_loss_does[TakesGradForBackward")
 class TakesGradForBackward(Overlapped):
     """Hooks of gradients note a pass: they run where `torch.autograd.grad` is asked for the parameters' gradients."""
