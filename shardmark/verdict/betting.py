@@ -79,7 +79,9 @@ def interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> 
     bracket = float(np.min(pairs.logs)) - reach, float(np.max(pairs.logs)) + reach
     low = math.exp(_last(lambda t: pairs.side(t) > 0, *bracket)) if pairs.side(bracket[0]) > 0 else 0.0
     high = math.exp(_last(lambda t: pairs.side(t) >= 0, *bracket)) if pairs.side(bracket[1]) < 0 else math.inf
-    return Interval(math.exp(_last(pairs.lie_above, *bracket)), low, high, confidence)
+    # Of samples far apart, any value between two of them: the middle, so that inverses have the inverse center.
+    first, last = _last(lambda t: pairs.balance(t) > 0, *bracket), _last(lambda t: pairs.balance(t) >= 0, *bracket)
+    return Interval(math.exp((first + last) / 2), low, high, confidence)
 
 
 def decided(samples: Sequence[float], limit: float, confidence: float) -> bool:
@@ -121,9 +123,9 @@ class _Pairs:
         known = int(above.max() >= self._needed) - int(below.max() >= self._needed)
         return known if known * payoffs.sum() > 0 else 0
 
-    def lie_above(self, t: float) -> bool:
-        """Whether the samples' center is above t."""
-        return bool(_payoffs(self.logs - t).sum() > 0)
+    def balance(self, t: float) -> float:
+        """Positive where the samples' center is above t, negative where it is below."""
+        return float(_payoffs(self.logs - t).sum())
 
 
 def _needed(confidence: float) -> float:

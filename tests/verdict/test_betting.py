@@ -99,6 +99,14 @@ def test_it_is_of_the_ratio_and_not_of_its_size() -> None:
         assert scaled.center == pytest.approx(8 * there.center)
 
 
+@pytest.mark.parametrize("ratios", [[2.29, 14.4], [1.0], [0.1, 10.0, 90.0, 3000.0], [1.0, 1.01, 1.02]])
+def test_the_inverse_ratios_have_the_inverse_center(ratios: list[float]) -> None:
+    """Also of a few that are far apart, as at smoke scale on a busy machine: any value between two of them balances."""
+    center, inverse = interval(ratios).center, interval([1 / each for each in ratios]).center
+    assert center == pytest.approx(1 / inverse, rel=1e-9)
+    assert min(ratios) <= center * (1 + 1e-9) and center <= max(ratios) * (1 + 1e-9)
+
+
 def test_more_pairs_narrow_it() -> None:
     widths = [(found := interval(ratios(drifting, n, seed=3))).high / found.low for n in (20, 80, 320, 1280)]
     assert widths == sorted(widths, reverse=True) and widths[-1] < 1.02
