@@ -79,7 +79,7 @@ def interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> 
     bracket = float(np.min(pairs.logs)) - reach, float(np.max(pairs.logs)) + reach
     low = math.exp(_last(lambda t: pairs.side(t) > 0, *bracket)) if pairs.side(bracket[0]) > 0 else 0.0
     high = math.exp(_last(lambda t: pairs.side(t) >= 0, *bracket)) if pairs.side(bracket[1]) < 0 else math.inf
-    # Of samples far apart, any value between two of them: the middle, so that inverses have the inverse center.
+    # Any value between two samples far apart balances them: take the middle, and inverses have the inverse center.
     first, last = _last(lambda t: pairs.balance(t) > 0, *bracket), _last(lambda t: pairs.balance(t) >= 0, *bracket)
     return Interval(math.exp((first + last) / 2), low, high, confidence)
 
