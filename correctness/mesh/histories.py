@@ -98,7 +98,7 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
 
 
 def model_of(history: History, device: str) -> Decoder:
-    """The same model on every rank."""
+    """The history's model in float64, with the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(13)
         model = in_float64((WithASpare if history.spare else Decoder)(history.size))

@@ -59,7 +59,7 @@ KINDS = {
 
 
 def model_of(kind: str, device: str) -> Decoder:
-    """The same model on every rank, as `in_float64` makes it."""
+    """A model of that kind in float64, with the same weights on every rank."""
     chosen = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)

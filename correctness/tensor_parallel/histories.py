@@ -103,7 +103,7 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
 
 
 def model_of(history: History, device: str) -> Decoder:
-    """The same model on every rank."""
+    """The history's model in float64, with the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         model = weighted(Decoder(history.size), lambda name: name.rpartition(".")[2] in history.biases)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -23,8 +25,8 @@ class Ending:
         self._before: dict[int, Any] = {}
         self._held = 0
         self._came = False
-        self._again: threading.Timer | None = None
-        """Sends the signal once more."""
+        self._repeating: object = None
+        """A mark of the signal that comes again."""
 
     def handle(self) -> None:
         """Handle the signals until `leave`. An ignored signal stays ignored: a run under nohup survives its
@@ -46,9 +48,7 @@ class Ending:
 
     def stop_repeating(self) -> None:
         """The run ends because of a signal, which need not come again."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
+        self._repeating = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -68,8 +68,13 @@ class Ending:
         self._came = True
 
     def _end(self, number: int) -> NoReturn:
-        self.stop_repeating()
-        self._again = threading.Timer(AGAIN, signal.pthread_kill, (threading.main_thread().ident, number))
-        self._again.daemon = True
-        self._again.start()
+        self._repeating = mark = object()
+        # Not by `threading`, whose locks the interrupted code may hold.
+        _thread.start_new_thread(self._send_again, (number, mark))
         raise KeyboardInterrupt
+
+    def _send_again(self, number: int, mark: object) -> None:
+        time.sleep(AGAIN)
+        main = threading.main_thread().ident
+        if self._repeating is mark and main is not None:
+            signal.pthread_kill(main, number)
