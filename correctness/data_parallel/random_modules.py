@@ -111,9 +111,15 @@ class Zoo(nn.Module):
             module.calls += 1
             module.seen.fill_(seen)
             module.scratch = torch.full_like(module.scratch, seen)  # a new tensor each time
-        products = [self.uses[i] * weights[i].conj() for i in order if weights[i] is not None]
+        products = [_product(i, self.uses[i], weights[i]) for i in order if weights[i] is not None]
         loss = sum((each.real.double().sum() for each in products), torch.zeros((), dtype=torch.float64))
         return RETURNS[returns](loss, torch.tensor([seen, 1.0], dtype=torch.float64))
+
+
+def _product(i: int, parameter: Tensor, weight: Tensor) -> Tensor:
+    """A product whose real part is the same either way; autograd leaves every second complex gradient as a view that is
+    conjugated when it is read."""
+    return parameter * weight.conj() if i % 2 else parameter.conj() * weight
 
 
 RETURNS: dict[str, Callable[[Tensor, Tensor], Any]] = {

@@ -21,7 +21,7 @@ class Known:
 
 def _in_float64(tensor: Tensor) -> Tensor:
     """Its numbers; of complex ones, the real and the imaginary parts as a last axis."""
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
 class Gradients:

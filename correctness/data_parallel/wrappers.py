@@ -41,7 +41,7 @@ class Plain(nn.Module):
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            own = p.grad.contiguous()
+            own = p.grad.contiguous().resolve_conj()
             self.reduce(own)
             p.grad.copy_(own)
 
@@ -97,7 +97,7 @@ class Overlapped(Plain):
     def launch(self, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad = parameter.grad.contiguous()
+        parameter.grad = parameter.grad.contiguous().resolve_conj()
         self.handles.append(dist.all_reduce(parameter.grad, group=self.group, async_op=True))
 
     def finish_gradient_synchronization(self) -> None:

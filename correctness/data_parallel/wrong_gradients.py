@@ -221,3 +221,15 @@ class AveragesInTrainingAlone(Plain):
     def finish_gradient_synchronization(self) -> None:
         if self.training:
             super().finish_gradient_synchronization()
+
+
+@defect(cause="gradients", caught_by="test_any_history")
+class SendsConjugatedMemory(Plain):
+    """pytorch/pytorch#80080: sends a complex gradient's memory, whose conjugation may have been put off until it is
+    read."""
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        for p in parameters:
+            if p.grad is not None and p.grad.is_conj():
+                p.grad = p.grad.conj()
+        super().average(parameters)

@@ -77,8 +77,9 @@ def gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """The tensor, or a contiguous copy: ranks may have other strides, and a collective sends memory as it lies."""
-    return tensor.contiguous() if tensor.layout == torch.strided else tensor
+    """The tensor, or a contiguous copy: a collective sends memory as it lies, and ranks may have other strides, or a
+    gradient whose conjugation was put off."""
+    return tensor.contiguous().resolve_conj() if tensor.layout == torch.strided else tensor
 
 
 def _refuse_unaveraged_gradients(wrapper: DataParallel, optimizer: Optimizer) -> None:
