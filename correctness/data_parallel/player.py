@@ -288,7 +288,9 @@ class Wrapper:
 
 
 def _worst(found: Tensor, expected: Tensor) -> str:
-    return worst_element(*(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.double() for x in (found, expected)))
+    return worst_element(
+        *(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.double() for x in (found, expected))
+    )
 
 
 def _narrower(own: torch.dtype, wire: torch.dtype | None) -> torch.dtype:

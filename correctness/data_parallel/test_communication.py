@@ -197,6 +197,19 @@ def test_bucket_mb_is_the_size_of_what_is_communicated_at_once(
 SIZES = [25, 1, 0.1, 0.1, 0.05]
 
 
+@pytest.mark.family("data_parallel", option="bucket_mb")
+@on_every_rank
+def test_buckets_of_any_size_average(implementation: Implementation, device: str) -> list[str]:
+    """Those as large as a gradient, or as some together, and all between."""
+    like, wrong = [torch.empty(n) for n in (3, 8, 5, 8, 16)], []
+    for nbytes in range(4, 4 * 42, 4):
+        model = wrap(implementation, Products(*map(torch.zeros_like, like)).to(device), bucket_mb=nbytes / 2**20)
+        backward(model, values(dist.get_rank(), *like), device)
+        model.finish_gradient_synchronization()
+        wrong += wrong_averages(model, lambda other: [*values(other, *like)], f"in buckets of {nbytes} bytes")
+    return wrong[:1]
+
+
 def reduced_in(implementation: Implementation, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, int]:
     """Return (gradient, this rank's own, bytes communicated) of one parameter."""
     like = torch.zeros(64, 65)

@@ -168,6 +168,20 @@ class TakesKilobytes(Bucketed):
         super().__init__(module, process_group=process_group)
 
 
+@defect(cause="options", caught_by="test_buckets_of_any_size_average")
+class LeavesOutWhatFillsABucket(Bucketed):
+    """deepspeedai/DeepSpeed#4321: smaller gradients go into a bucket and larger ones alone, but one of its size
+    nowhere."""
+
+    def __init__(self, module: nn.Module, *, process_group: Any = None, bucket_mb: float = 25) -> None:
+        self.limit = bucket_mb * 2**20
+        super().__init__(module, process_group=process_group)
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        if others := [p for p in parameters if p.nbytes != self.limit]:
+            super().average(others)
+
+
 @defect(cause="options", caught_by="test_a_narrower_reduction")
 class IgnoresReduceDtype(Plain):
     def __init__(self, module: nn.Module, *, process_group: Any = None, reduce_dtype: Any = None) -> None:

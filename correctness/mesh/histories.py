@@ -58,7 +58,7 @@ class History:
         size = self.size
         words = [f"{size.layers} layers of {size.dim}, {size.heads} heads, {size.kv_heads} of keys and values"]
         words += [
-            f"{size.hidden} hidden",
+            f"{size.hidden} hidden, a vocabulary of {size.vocabulary}",
             *["tied embeddings"] * size.tied,
             *[f"{size.experts} experts"] * bool(size.experts),
         ]
@@ -70,14 +70,17 @@ class History:
 
 @st.composite
 def histories(draw: st.DrawFn, mesh: Mesh) -> History:
-    """The ranks divide sizes, and stages layers."""
+    """Stages divide layers, and the ranks sizes; but a vocabulary and a hidden size are divided by tensor parallelism
+    alone, as FSDP may cut them unevenly."""
+    parts = mesh.sizes.get("tp", 1)
     kv_heads, per_group = mesh.size * draw(st.integers(1, 2)), draw(st.integers(1, 2))
     size = DecoderSize(
         dim=kv_heads * per_group * 2 * draw(st.integers(1, 2)),
         layers=mesh.size * draw(st.integers(1, 2)),
         heads=kv_heads * per_group,
         kv_heads=kv_heads,
-        hidden=mesh.size * draw(st.integers(1, 9)),
+        hidden=parts * draw(st.integers(1, 18)),
+        vocabulary=DecoderSize.vocabulary + parts * draw(st.integers(0, 3)),
         tied=draw(one_in(4)),
         experts=4 if draw(one_in(4)) else 0,
     )

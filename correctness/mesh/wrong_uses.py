@@ -3,18 +3,20 @@ one pass for all there are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from correctness.mesh.manual import Manual
 from correctness.mesh.operators import Group
 from correctness.support.planting import defect
+from impl.mesh import MeshTrainer, torch_parallel
 from impl.mesh.decoder import Batch
 
 
@@ -128,3 +130,25 @@ class _CountsPasses(nn.Module):
             if parameter.grad is not None and single:
                 for group in self.groups:
                     dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
+
+
+@defect(cause="state", caught_by="test_any_history_is_that_of_one_process")
+class ForgetsStateOfUnevenParts(MeshTrainer):
+    """pytorch/torchtitan#1136: the optimizer's state is not restored of parameters that the ranks do not divide."""
+
+    def __init__(
+        self,
+        model_fn: Callable[[], nn.Module],
+        optimizer_fn: Callable[[Any], torch.optim.Optimizer],
+        mesh: DeviceMesh,
+        *,
+        max_norm: float = 1.0,
+    ) -> None:
+        super().__init__(torch_parallel, model_fn, optimizer_fn, mesh, max_norm=max_norm)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        for parameter, kept in self.optimizer.state.items():
+            if isinstance(parameter, DTensor) and len(parameter) % len(parameter.to_local()):
+                for value in kept.values():
+                    value.zero_()

@@ -152,3 +152,16 @@ class GoesOnFromAPrompt(Transformer):
             return super().forward(tokens)
         self.cached = torch.cat([before, tokens], dim=1)
         return super().forward(self.cached)[:, -1:]
+
+
+@defect(cause="two calls", caught_by="test_a_call_that_is_too_long_leaves_nothing_behind")
+class StretchesForGood(Parts):
+    """huggingface/transformers#25306: positions of a context that is too long are scaled, and remain so."""
+
+    longest = 0
+
+    def check(self, tokens: Tensor) -> None:
+        self.longest = max(self.longest, tokens.shape[1])
+
+    def positions(self, context: int, x: Tensor) -> Tensor:
+        return super().positions(context, x) / max(1.0, self.longest / self.context_length)

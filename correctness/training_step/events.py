@@ -31,6 +31,8 @@ FIRST_OVERFLOWS, OVERFLOWS = 4, 6
 """In float16: skipped steps before the first event, so that nothing else overflows; and most skipped steps in one
 history, as too small a loss scale loses gradients."""
 
+MIXED = 1
+"""The seed of modes that some modules of each model have and others have not."""
 
 EVENTS = {
     "forward": "a loss, which waits for backward",
@@ -72,6 +74,8 @@ class History:
     """A second step with its own model plays each event too, with other batches."""
     graded: bool = False
     """The model has gradients when the step is made; not in float16, whose scale is the step's own."""
+    mixed: bool = False
+    """Each module of the model has a mode of its own when the step is made."""
 
     def __str__(self) -> str:
         frozen = f"parameters {', '.join(map(str, self.frozen))} frozen" if self.frozen else ""
@@ -80,6 +84,7 @@ class History:
             frozen,
             "two steps in turn" if self.twice else "",
             "with gradients" if self.graded else "",
+            "of mixed modes" if self.mixed else "",
         ]
         return ", ".join(filter(None, words))
 
@@ -121,7 +126,11 @@ class _Player:
         graded = history.graded and precision != "float16"
         for p in parameters if graded else ():
             p.grad = 0.1 * torch.randn_like(p) if p.requires_grad else None
+        if history.mixed:
+            set_modes(model, MIXED)
+        before = what_stays(model)
         self.of = setting(implementation, device, precision, model, all_parameters=True, **OPTIONS)
+        assert_stays(model, before, "once the step is made")
         self.wide = copy.deepcopy(self.of.model).double()
         self.names = [name for name, _ in self.wide.named_parameters()]
         self.found, self.expected = (list(each.parameters()) for each in (self.of.model, self.wide))

@@ -43,7 +43,7 @@ ORDERS = {
 def test_orders_that_trainings_have(implementation: Implementation, order: str, precision: str, device: str) -> None:
     skip_where_graphs_own_gradients(implementation)
     events = [Event(kind, 4 * i + 1) for i, kind in enumerate(ORDERS[order])]
-    history = History(events, frozen=(2,) * (order == "thawed"))
+    history = History(events, frozen=(2,) * (order == "thawed"), mixed=order == "accumulation")
     problem = problem_of(implementation, history, precision, device)
     assert problem is None, report(history, problem)
 
@@ -125,6 +125,7 @@ histories = st.builds(
     st.lists(st.integers(0, 11), max_size=2),
     st.sampled_from(KINDS),
     st.sampled_from([False, False, True]),
+    st.booleans(),
     st.booleans(),
 )
 

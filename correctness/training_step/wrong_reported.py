@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from correctness.support.planting import CHECK, defect
 from correctness.training_step.wrong import ByLogits
+from impl.precision import FLOAT32, Precision
 from impl.training_step import EagerStep
 from impl.training_step.eager import next_token_loss
 
@@ -207,3 +208,16 @@ class RunsTheModelOnHalves(ByLogits):
         halves = tokens.chunk(2) if len(tokens) >= 4 else [tokens]
         with self.autocast():
             return self.loss(torch.cat([self.model(half).float() for half in halves]), targets)
+
+
+@defect(cause="state", caught_by="test_orders_that_trainings_have")
+class EvaluatesOnceToKnowTheModel(EagerStep):
+    """soran-ghaderi/torchebm#303: the model is called in evaluation when the step is made, and then has the root's mode
+    throughout."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
+        super().__init__(model, optimizer, precision=precision)
+        training = model.training
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        model.train(training)

@@ -6,11 +6,11 @@ import os
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._profiler import RecordScope, _EventType
@@ -95,30 +95,29 @@ def replayed(
     replayed: list[Event] = []
     ended, place = False, ""
     events, modules, lines = _in_order(roots, module_names)
-    for event, within in events:
-        what, fields = event.typed
-        if what == _EventType.Allocation and fields.device.type == device:
+    for event, fields, within in events:
+        if fields is not None:
+            if fields.device.type != device:
+                continue
             if fields.alloc_size < 0:
                 if released := live.pop(fields.ptr):  # a block from before the recording is not ours
                     taker = taken_by[released]
-                    if taker is not None and (ended or within.operator is taker):
+                    if taker is not None and (ended or within.taker is taker):
                         released.workspace = taker.name
                     replayed.append(Released(released))
                 continue
             sizes = requested.get(fields.ptr)
             nbytes = sizes.popleft() if sizes else fields.alloc_size
-            module, operator, backward = _owner(event, modules)
-            line = f"backward of {lines[backward]}" if backward in lines else within.line
-            block = Block(nbytes, fields.ptr, module or within.module, operator, line=line, place=place)
+            module = within.range if within.backward is None else modules.get(within.backward, "")
+            line = f"backward of {lines[within.backward]}" if within.backward in lines else within.line
+            block = Block(nbytes, fields.ptr, module or within.module, within.operator, line=line, place=place)
             for gone in live.overlapping(block):
                 live.pop(gone.address)
                 replayed.append(Released(gone))
             live.add(block)
-            taken_by[block] = within.operator
+            taken_by[block] = within.taker
             collectives.take(block, within)
             replayed.append(Allocated(block))
-        elif what != _EventType.TorchOp:
-            continue  # of another device
         elif event.name == MARK + END:
             ended = True
         elif event.name.startswith(MARK + PLACE):
@@ -167,16 +166,24 @@ class _Live:
         return [old for old in near if old.address + old.nbytes > block.address]
 
 
-@dataclass(frozen=True)
-class _Within:
-    """The context of an event: the operator with a kernel, the functional collective and its backend call, line,
-    module."""
+class _Within(NamedTuple):
+    """The context of an event."""
 
-    operator: Any = None
+    range: str = ""
+    """The innermost one; empty in a backward function within it."""
+    operator: str = ""
+    """The outermost one in that range; in backward, the function that computes gradients."""
+    backward: int | None = None
+    """The autograd sequence number of that function; None in forward."""
+    taker: Any = None
+    """The outermost operator with a kernel."""
     collective: Any = None
+    """The functional collective."""
     backend: Any = None
+    """The collective's call of its backend."""
     line: str = ""
     module: str = ""
+    """The innermost module of Python calls."""
 
 
 class _Collectives:
@@ -200,42 +207,49 @@ class _Collectives:
 
 def _in_order(
     roots: list[Any], module_names: Mapping[int, str]
-) -> tuple[list[tuple[Any, _Within]], dict[int, str], dict[int, str]]:
-    """Allocations and marks below `roots` in order of time, each with its context; then the modules and the lines of
-    operators, by autograd sequence number."""
-    events: list[tuple[Any, _Within]] = []
+) -> tuple[list[tuple[Any, Any, _Within]], dict[int, str], dict[int, str]]:
+    """Allocations with their fields, and marks with None, below `roots` in order of time, each with its context; then
+    the modules and the lines of operators, by autograd sequence number."""
+    events: list[tuple[Any, Any, _Within]] = []
     modules: dict[int, str] = {}
     lines: dict[int, tuple[int, str]] = {}
+    with_kernels = _with_kernels()
     stack = [(root, "", _Within()) for root in roots]
     while stack:
         event, module, within = stack.pop()
         what, fields = event.typed
         if what == _EventType.Allocation:
-            events.append((event, within))
+            events.append((event, fields, within))
         elif what == _EventType.TorchOp:
-            name = event.name
+            name, scope = event.name, fields.scope
             if name.startswith(MARK):
-                events.append((event, within))
-            elif _is_range(event):
-                module = name
-            elif fields.scope == RecordScope.FUNCTION and fields.sequence_number >= 0:
-                if module:
-                    modules.setdefault(fields.sequence_number, module)
-                if within.line:  # the first operator with that number is forward's
-                    began = event.start_time_ns, within.line
-                    lines[fields.sequence_number] = min(began, lines.get(fields.sequence_number, began))
-            if within.operator is None and name in _with_kernels():
-                within = replace(within, operator=event)
+                events.append((event, None, within))
+            elif scope == RecordScope.USER_SCOPE and name not in with_kernels:
+                # Python opened it; a range with an operator's name stands around that operator's kernel
+                module, within = name, within._replace(range=name, operator="", backward=None)
+            elif scope == RecordScope.BACKWARD_FUNCTION:
+                within = within._replace(range="", operator=name, backward=fields.sequence_number)
+            else:
+                if not within.operator:
+                    within = within._replace(operator=name)
+                if scope == RecordScope.FUNCTION and (number := fields.sequence_number) >= 0:
+                    if module:
+                        modules.setdefault(number, module)
+                    if within.line:  # the first operator with that number is forward's
+                        began = event.start_time_ns, within.line
+                        lines[number] = min(began, lines.get(number, began))
+            if within.taker is None and name in with_kernels:
+                within = within._replace(taker=event)
             elif name.startswith("_c10d_functional::"):
-                within = replace(within, collective=event)
+                within = within._replace(collective=event)
             elif within.collective is not None and name.startswith("c10d::"):
-                within = replace(within, backend=event)
+                within = within._replace(backend=event)
         elif what in (_EventType.PyCall, _EventType.PyCCall):
             module = module_names.get(fields.module.self_ptr, module) if getattr(fields, "module", None) else module
-            within = replace(within, line=line_of_call(fields) or within.line, module=module)
+            within = within._replace(line=line_of_call(fields) or within.line, module=module)
         if children := event.children:
             stack.extend([(child, module, within) for child in children])
-    events.sort(key=lambda pair: (pair[0].start_time_ns, pair[0].id))
+    events.sort(key=lambda noted: (noted[0].start_time_ns, noted[0].id))
     return events, modules, {number: line for number, (_, line) in lines.items()}
 
 
@@ -292,27 +306,3 @@ def _with_kernels() -> frozenset[str]:
     own = (name for name in torch._C._dispatch_get_all_op_names() if name not in composite)
     named = (name.partition(".") for name in own if name.startswith("aten::"))
     return frozenset(name for name, _, overload in named if "out" not in overload.split("_"))
-
-
-def _is_range(event: Any) -> bool:
-    """Whether Python opened this range. A range with an operator's name stands around that operator's kernel."""
-    return event.typed[1].scope == RecordScope.USER_SCOPE and event.name not in _with_kernels()
-
-
-def _owner(event: Any, modules: dict[int, str]) -> tuple[str, str, int | None]:
-    """An allocation's module, operator, and autograd sequence number (None in forward).
-
-    The module is the innermost range; in backward, that of the forward operator whose gradient is computed. The
-    operator is the outermost one in that range."""
-    operator = ""
-    parent = event.parent
-    while parent is not None:
-        what, fields = parent.typed
-        if what == _EventType.TorchOp:
-            if _is_range(parent):
-                return parent.name, operator, None
-            operator = parent.name
-            if fields.scope == RecordScope.BACKWARD_FUNCTION:
-                return modules.get(fields.sequence_number, ""), operator, fields.sequence_number
-        parent = parent.parent
-    return "", operator, None
