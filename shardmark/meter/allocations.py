@@ -13,7 +13,13 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._profiler import RecordScope, _EventType
+from torch._C._profiler import (
+    RecordScope,
+    _ExtraFields_Allocation,
+    _ExtraFields_PyCall,
+    _ExtraFields_PyCCall,
+    _ExtraFields_TorchOp,
+)
 
 MARK = "shardmark_mark:"
 
@@ -34,6 +40,11 @@ PLACE = ALLOCATOR + "place "
 
 WAITED = "waited "
 """Prefix of the mark that a functional collective has been waited for; the address of its result follows."""
+
+_FUNCTION, _BACKWARD, _OPENED = (
+    int(scope) for scope in (RecordScope.FUNCTION, RecordScope.BACKWARD_FUNCTION, RecordScope.USER_SCOPE)
+)
+"""Scopes of operators, of the functions that autograd calls in backward, and of the ranges that Python opens."""
 
 
 @dataclass(eq=False)
@@ -217,22 +228,23 @@ def _in_order(
     stack = [(root, "", _Within()) for root in roots]
     while stack:
         event, module, within = stack.pop()
-        what, fields = event.typed
-        if what == _EventType.Allocation:
+        _, fields = event.typed
+        what = type(fields)  # by which to choose is faster than by PyTorch's enumerations
+        if what is _ExtraFields_Allocation:
             events.append((event, fields, within))
-        elif what == _EventType.TorchOp:
-            name, scope = event.name, fields.scope
+        elif what is _ExtraFields_TorchOp:
+            name, scope = event.name, int(fields.scope)
             if name.startswith(MARK):
                 events.append((event, None, within))
-            elif scope == RecordScope.USER_SCOPE and name not in with_kernels:
+            elif scope == _OPENED and name not in with_kernels:
                 # Python opened it; a range with an operator's name stands around that operator's kernel
                 module, within = name, within._replace(range=name, operator="", backward=None)
-            elif scope == RecordScope.BACKWARD_FUNCTION:
+            elif scope == _BACKWARD:
                 within = within._replace(range="", operator=name, backward=fields.sequence_number)
             else:
                 if not within.operator:
                     within = within._replace(operator=name)
-                if scope == RecordScope.FUNCTION and (number := fields.sequence_number) >= 0:
+                if scope == _FUNCTION and (number := fields.sequence_number) >= 0:
                     if module:
                         modules.setdefault(number, module)
                     if within.line:  # the first operator with that number is forward's
@@ -244,7 +256,7 @@ def _in_order(
                 within = within._replace(collective=event)
             elif within.collective is not None and name.startswith("c10d::"):
                 within = within._replace(backend=event)
-        elif what in (_EventType.PyCall, _EventType.PyCCall):
+        elif what is _ExtraFields_PyCall or what is _ExtraFields_PyCCall:
             module = module_names.get(fields.module.self_ptr, module) if getattr(fields, "module", None) else module
             within = within._replace(line=line_of_call(fields) or within.line, module=module)
         if children := event.children:
