@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from correctness.optim.training import assert_all_near, assert_near, gradients, leaves, run, saved, tensors, train
-from correctness.support.contracts import changed_in_state
+from correctness.support.contracts import changed_in_state, renumbered
 from impl.optim import AdamW
 from shardmark.api import Implementation
 
@@ -30,6 +30,16 @@ def test_training_goes_back_to_a_saved_state(implementation: Implementation, dev
         for p, value in zip(params, values, strict=True):
             p.copy_(value)
     assert_all_near(run(optimizer, grads[2:]), train(AdamW, start, grads, lr=0.1))
+
+
+def test_the_ids_of_a_state_are_those_of_its_groups(implementation: Implementation, device: str) -> None:
+    """They are 0, 1, 2, ... in states of torch's own; those that tools join or reorder have others."""
+    start = tensors(device)
+    grads = gradients(start, 4)
+    first = implementation.watched(leaves(start), lr=0.1)
+    second = implementation.watched(leaves(run(first, grads[:2])), lr=0.1)
+    second.load_state_dict(renumbered(saved(first)))
+    assert_all_near(run(second, grads[2:]), train(AdamW, start, grads, lr=0.1))
 
 
 def test_loading_changes_nothing_of_what_is_loaded(implementation: Implementation, device: str) -> None:

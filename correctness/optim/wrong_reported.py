@@ -1,5 +1,7 @@
 """Planted defects: AdamW that is wrong as public trackers report."""
 
+from itertools import count
+
 import torch
 from torch import Tensor
 
@@ -101,3 +103,13 @@ class CountsInTheDefaultDtype(Simple):
         if is_new:
             state["step"] = torch.tensor(0.0)
         return state
+
+
+@defect(cause="state", caught_by="test_the_ids_of_a_state_are_those_of_its_groups")
+class CountsParametersItself(Simple):
+    """pytorch/xla#9224: numbers a loaded state's parameters by itself, and does not read the ids in its groups."""
+
+    def load_state_dict(self, state_dict: State) -> None:
+        number = count()
+        groups = [{**group, "params": [next(number) for _ in group["params"]]} for group in state_dict["param_groups"]]
+        super().load_state_dict(state_dict | {"param_groups": groups})

@@ -23,7 +23,7 @@ from correctness.sharded_optimizer.player import (
 from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
 from correctness.sharded_optimizer.training import Group, History, Training, unsharded
 from correctness.sharded_optimizer.unusual_optimizers import Counting, CountingInGroups, Wide
-from correctness.support.contracts import changed_in_state
+from correctness.support.contracts import changed_in_state, renumbered
 from shardmark.api import Implementation
 from shardmark.plugin import WorldsBySize
 from shardmark.ranks.world import World
@@ -255,6 +255,29 @@ def test_a_state_of_another_dtype_becomes_the_parameters(
     """torch's optimizers cast the state they load to the parameter's dtype."""
     expected = load_wider(unsharded, device)
     for rank, found in enumerate(world.run(load_wider_on_rank, implementation, device)):
+        assert_state(found, expected, f"on rank {rank}")
+
+
+def load_renumbered(make: Any, device: str) -> dict[str, Any]:
+    """Return the state after loading one with other ids and taking one step."""
+    first, second = (parameters(device, (5,), (3, 2), (4,)) for _ in range(2))
+    saved = torch.optim.AdamW(first)
+    set_gradients(first, 0)
+    saved.step()
+    optimizer = make(second, torch.optim.AdamW)
+    optimizer.load_state_dict(renumbered(deepcopy(saved.state_dict())))
+    set_gradients(second, 1)
+    optimizer.step()
+    return deepcopy(optimizer.state_dict())
+
+
+def load_renumbered_on_rank(implementation: Implementation, device: str) -> dict[str, Any]:
+    return load_renumbered(implementation.watched, device)
+
+
+def test_the_ids_of_a_state_are_those_of_its_groups(implementation: Implementation, world: World, device: str) -> None:
+    expected = load_renumbered(unsharded, device)
+    for rank, found in enumerate(world.run(load_renumbered_on_rank, implementation, device)):
         assert_state(found, expected, f"on rank {rank}")
 
 

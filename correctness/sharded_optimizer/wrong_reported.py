@@ -1,6 +1,7 @@
 """Planted defects: sharded optimizers that are wrong as public trackers report."""
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -206,3 +207,13 @@ class WritesSparseRows(SimpleZero):
                 dense[p.grad._indices()[0]] = p.grad._values()
                 p.grad = dense
         return loss
+
+
+@defect(cause="state", caught_by="test_the_ids_of_a_state_are_those_of_its_groups")
+class CountsParametersItself(SimpleZero):
+    """pytorch/xla#9224: numbers a loaded state's parameters by itself, and does not read the ids in its groups."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        number = count()
+        groups = [{**group, "params": [next(number) for _ in group["params"]]} for group in state_dict["param_groups"]]
+        super().load_state_dict(state_dict | {"param_groups": groups})

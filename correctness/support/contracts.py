@@ -158,6 +158,15 @@ def assert_unchanged(before: dict[str, Tensor], now: dict[str, Tensor], when: st
         assert not changed.any(), f"{when}: {name} changed in {int(changed.sum())} of {old.numel()} elements"
 
 
+def renumbered(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state under other ids, the last first, which are the state's own to choose: `load_state_dict` takes
+    them in the order of the groups."""
+    ids = [i for group in state["param_groups"] for i in group["params"]]
+    new = dict(zip(ids, ids[::-1], strict=True))
+    groups = [{**group, "params": [new[i] for i in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": {new[i]: of for i, of in state["state"].items()}, "param_groups": groups}
+
+
 def changed_in_state(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Describe what of an optimizer's `state_dict()` is another than it was, or return ""."""
     for i, state in before["state"].items():

@@ -69,8 +69,9 @@ def _zero_redundancy_class() -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     class ZeroRedundancy(ZeroRedundancyOptimizer):
-        """torch's, with three differences. `state_dict` returns the full state on every rank, not on one. Loading drops
-        the state of parameters that the loaded state does not have, and casts as `optimizer_cls` does.
+        """torch's, with four differences. `state_dict` returns the full state on every rank, not on one. Loading drops
+        the state of parameters that the loaded state does not have, finds that of others by the ids of its groups, and
+        casts as `optimizer_cls` does.
         """
 
         def state_dict(self) -> dict[str, Any]:
@@ -84,8 +85,9 @@ def _zero_redundancy_class() -> Any:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             check_groups(state_dict, self.param_groups)  # torch would raise IndexError after loading a part
             self.optim.state.clear()
-            # a copy, as torch writes into it
-            super().load_state_dict(state_dict | {"state": dict(state_dict["state"])})
+            ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+            state = {place: state_dict["state"][i] for place, i in enumerate(ids) if i in state_dict["state"]}
+            super().load_state_dict(state_dict | {"state": state})  # torch writes into it
             self.optim.load_state_dict(self.optim.state_dict())  # casts the state, as torch's sharded loading does not
             self.state.clear()  # frees a second copy of this rank's part, which nothing reads
 

@@ -42,7 +42,8 @@ WAITED = "waited "
 """Prefix of the mark that a functional collective has been waited for; the address of its result follows."""
 
 _FUNCTION, _BACKWARD, _OPENED = (
-    int(scope) for scope in (RecordScope.FUNCTION, RecordScope.BACKWARD_FUNCTION, RecordScope.USER_SCOPE)
+    int(scope)  # type: ignore[call-overload]  # an enumeration of C++
+    for scope in (RecordScope.FUNCTION, RecordScope.BACKWARD_FUNCTION, RecordScope.USER_SCOPE)
 )
 """Scopes of operators, of the functions that autograd calls in backward, and of the ranges that Python opens."""
 
