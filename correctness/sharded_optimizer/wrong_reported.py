@@ -122,9 +122,9 @@ class KeepsItsStepCount(SimpleZero):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         counts = {p: state["step"] for p, state in self.inner.state.items() if "step" in state}
         super().load_state_dict(state_dict)
-        for p, count in counts.items():
+        for p, steps in counts.items():
             if p in self.inner.state:
-                self.inner.state[p]["step"] = count
+                self.inner.state[p]["step"] = steps
 
 
 @defect(cause="state", caught_by="test_the_state_is_the_optimizers_own_on_every_rank")

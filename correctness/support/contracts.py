@@ -159,8 +159,8 @@ def assert_unchanged(before: dict[str, Tensor], now: dict[str, Tensor], when: st
 
 
 def renumbered(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state under other ids, the last first, which are the state's own to choose: `load_state_dict` takes
-    them in the order of the groups."""
+    """An optimizer's state under other ids, the last first: `load_state_dict` takes whatever is in the groups, in
+    order."""
     ids = [i for group in state["param_groups"] for i in group["params"]]
     new = dict(zip(ids, ids[::-1], strict=True))
     groups = [{**group, "params": [new[i] for i in group["params"]]} for group in state["param_groups"]]
