@@ -195,16 +195,28 @@ def test_leaving_an_inner_no_sync_does_not_end_the_outer_one(implementation: Imp
 
 
 @on_every_rank
+def test_ranks_may_have_other_numbers_of_passes_in_no_sync(implementation: Implementation, device: str) -> list[str]:
+    model, last = _model(implementation, device), 9
+    with model.no_sync():
+        for step in range(1, 2 + dist.get_rank()):
+            _backward(model, step, device)
+    _backward(model, last, device)
+    model.finish_gradient_synchronization()
+    when = "after one pass in no_sync() on rank 0, two on rank 1 and so on, and one outside of it"
+    return wrong_averages(model, lambda rank: _own(*range(1, 2 + rank), last)(rank), when)
+
+
+@on_every_rank
 def test_two_models_side_by_side(implementation: Implementation, device: str) -> list[str]:
-    """Interleave the passes of two wrapped models; their order alternates between steps."""
+    """Interleave the passes of two wrapped models; their order alternates between steps. Last, one pass is of both."""
     models, wrong, rank = [_model(implementation, device) for _ in range(2)], [], dist.get_rank()
-    for step in range(4):
+    for step in range(6):
         for model in models:
             model.module.zero_grad()
         losses = [
             model([x.to(device) for x in values(rank, *LIKE, step=2 * step + i)]) for i, model in enumerate(models)
         ]
-        for loss in losses[:: 1 if step < 2 else -1]:
+        for loss in losses[:: 1 if step < 2 else -1] if step < 4 else [sum(losses)]:
             loss.backward()
         for model in models[:: -1 if step % 2 else 1]:
             model.finish_gradient_synchronization()

@@ -30,15 +30,17 @@ def _as_it_is(part: nn.Module, x: Tensor) -> Tensor:
 
 
 class TwoHeads(nn.Module):
-    """A trunk with two heads."""
+    """A trunk with two heads. Backward reads a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 4))
         self.trunk = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh())
         self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
 
     def forward(self, x: Tensor, call: Call = _as_it_is) -> list[Tensor]:
         """(rows, 4) -> two of (rows, 3); `call` calls each part."""
+        x = x * self.scale
         for part in self.trunk:
             x = call(part, x)
         return [call(head, x) for head in self.heads]
@@ -161,6 +163,7 @@ USES = {
     "after_an_error_in_forward": Use(_after_an_error),
     "each_part_twice": Use(partial(_each_part_twice, _as_it_is)),
     "two_forwards_then_two_backwards": Use(_two_forwards_then_two_backwards, refusable=True, torchs=False),
+    "two_forwards": Use(partial(_two_forwards, _as_it_is)),
     "recomputed": Use(partial(_calling, _recomputed)),
     "recomputed_each_part_twice": Use(partial(_each_part_twice, _recomputed)),
     "recomputed_two_forwards": Use(partial(_two_forwards, _recomputed)),

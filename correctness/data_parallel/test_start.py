@@ -29,6 +29,8 @@ class Extremes(nn.Module):
         for dtype in [*FLOATS, *INTEGERS, *COMPLEX, torch.bool]:
             self.register_buffer(f"buffer_of_{str(dtype).removeprefix('torch.')}", _bits(dtype, draw, rank))
         self.register_buffer("not_persistent", _bits(torch.float32, draw, rank), persistent=False)
+        self.register_buffer("transposed", _bits(torch.float32, draw, rank).view(4, -1).T)
+        self.register_buffer("positions", torch.arange(24).roll(rank).expand(1, -1))
 
 
 class Alike(nn.Module):
@@ -70,9 +72,10 @@ def test_every_rank_starts_with_rank_0s_to_the_bit(
     found = dict(module.named_parameters()) | dict(module.named_buffers())
     wrong = []
     for name, first in [*expected.named_parameters(), *expected.named_buffers()]:
-        mine = found[name].detach().cpu()
-        bits = (x.detach().view(torch.uint8).view(len(first), -1) for x in (mine, first))
-        differ = torch.ne(*bits).any(1).nonzero().flatten().tolist()
+        mine, first = (x.detach().cpu().flatten() for x in (found[name], first))
+        differ = (
+            torch.ne(*(x.view(torch.uint8).view(len(x), -1) for x in (mine, first))).any(1).nonzero().flatten().tolist()
+        )
         wrong += [
             f"after wrapping: {name!r} is not rank 0's to the bit: {len(differ)} of {len(first)} elements differ; "
             f"found {mine[i].item()!r} at [{i}], rank 0's is {first[i].item()!r}"
