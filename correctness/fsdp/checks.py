@@ -96,6 +96,20 @@ class Quantized(nn.Module):
         return self.layer(x) + x @ self.quantized.to(x.dtype).T * self.scale
 
 
+class TeachesItself(nn.Module):
+    """A layer is called without gradients, and then with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.leave = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        with torch.no_grad():
+            taught = self.layer(x).tanh()
+        return self.leave(self.layer(x) - taught)
+
+
 ODD_MODULES = {
     "odd": Odd,
     "tiny": Tiny,
@@ -105,6 +119,7 @@ ODD_MODULES = {
     "scalar": Scalar,
     "strided": Strided,
     "quantized": Quantized,
+    "teaches_itself": TeachesItself,
 }
 
 

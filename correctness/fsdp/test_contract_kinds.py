@@ -153,11 +153,25 @@ class OddlyTied(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("kind", [TiedAndFrozen, OddlyTied], ids=["even", "odd"])
+class OfTwoNames(nn.Module):
+    """A layer that is registered twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.leave = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM)
+        self.tied = self.embed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        logits: Tensor = self.leave(self.tied(self.embed(x).tanh()).tanh())
+        return logits
+
+
+@pytest.mark.parametrize("kind", [TiedAndFrozen, OddlyTied, OfTwoNames], ids=["even", "odd", "a_unit_of_two_names"])
 @on_every_rank
 def test_tied_parameters_stay_one(implementation: Implementation, kind: type[nn.Module], device: str) -> str:
     """All names of a tied parameter have equal values, before and after steps with the sum of both gradients."""
-    model, plain = both(implementation, kind, device, wrap=whole)
+    model, plain = both(implementation, kind, device, wrap=LINEARS if kind is OfTwoNames else whole)
     if problem := parameters_as_expected("at the start, the gathered", model, plain, tolerance=0):
         return problem
     for step in range(2):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from correctness.fsdp.checks import SGDs, wrap
 from correctness.support.contracts import assert_little_outside_of_tensors
@@ -38,6 +38,39 @@ def frozen_between(device: str) -> nn.Sequential:
     model = layers(device)
     model[1:-1].requires_grad_(False)
     return model
+
+
+def frozen_first(device: str) -> nn.Sequential:
+    """Layers of which all but the last are frozen: backward does not come to them."""
+    model = layers(device)
+    model[:-1].requires_grad_(False)
+    return model
+
+
+class WithoutGradientsFirst(nn.Sequential):
+    """Layers of which the first half is called without gradients, as an encoder in a warm-up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in self[: LAYERS // 2]:
+                x = layer(x)
+        for layer in self[LAYERS // 2 :]:
+            x = layer(x)
+        return x
+
+
+def without_gradients_first(device: str) -> nn.Sequential:
+    return WithoutGradientsFirst(*layers(device))
+
+
+GRADIENTS = {
+    layers: 1.0,
+    one_layer: 1.0,
+    frozen_between: 2 / LAYERS,
+    frozen_first: 1 / LAYERS,
+    without_gradients_first: 1 / 2,
+}
+"""The share of the model that has gradients."""
 
 
 def elements_on_rank(implementation: Implementation, device: str) -> int:
@@ -104,13 +137,12 @@ def test_each_rank_stores_its_share(implementation: Implementation, world: World
     _assert_none(least(world, limits, held_on_rank, implementation, layers, device))
 
 
-@pytest.mark.parametrize("make", [layers, one_layer, frozen_between])
+@pytest.mark.parametrize("make", GRADIENTS)
 def test_after_a_step_only_shards_are_left(
     implementation: Implementation, world: World, make: Callable[[str], nn.Module], device: str
 ) -> None:
     """Their gradients may stay as well: FSDP1 keeps the flat tensor behind them until the next step."""
-    gradients = 2 / LAYERS if make is frozen_between else 1
-    limits = {"after four steps, gradients set to None": ((1 + gradients) / world.size + SLACK) * TOTAL}
+    limits = {"after four steps, gradients set to None": ((1 + GRADIENTS[make]) / world.size + SLACK) * TOTAL}
     _assert_none(least(world, limits, held_on_rank, implementation, make, device))
 
 

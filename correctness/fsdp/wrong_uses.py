@@ -144,3 +144,20 @@ class TakesTheFirstOfItsInputs(SmallFSDP):
         moved = [(args, kwargs)] if args or kwargs else []
         args, kwargs = moved[0]
         return super().forward(*args, **kwargs)
+
+
+@defect(cause="memory", caught_by="test_after_a_step_only_shards_are_left")
+class WaitsForABackwardThatDoesNotCome(FullyShardedDataParallel):
+    """A unit stays whole until backward has come to it, also where nothing before it is trainable."""
+
+    def _before_backward(self, unit: Unit, calls: Calls, gradient: Tensor) -> None:
+        vars(self).setdefault("reached", set()).add(unit)
+        super()._before_backward(unit, calls, gradient)
+
+    def _finish_backward(self) -> None:
+        reached: set[Unit] = vars(self).pop("reached", set())
+        super()._finish_backward()
+        for unit in self.units if reached else ():
+            if unit not in reached:
+                unit.begin_gather()
+                unit.finish_gather()
