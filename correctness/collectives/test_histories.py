@@ -27,7 +27,8 @@ from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("collectives")
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
 
 UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 """Groups have their ranks in the order that is given, where this PyTorch can make them so."""

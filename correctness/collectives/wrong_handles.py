@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correctness.collectives.simple_collectives import After, Done, Group, Pending, Plain, finished
+from correctness.collectives.simple_collectives import After, Done, Group, Pending, Plain, exchange, finished
 from correctness.support.planting import defect
 
 # Two calls
@@ -146,3 +146,18 @@ class AThreadForEachNameOfAGroup(Plain):
         thread = self.threads.setdefault(group, ThreadPoolExecutor(1))
         pending = Pending(thread.submit(dist.all_reduce, tensor.detach(), group=group))
         return pending if async_op else pending.wait()
+
+
+@defect(cause="two calls", caught_by="test_messages_of_the_callers_own_do_not_mix_with_it")
+class SendsAsTheCallerDoes(Plain):
+    """Sends the parts of a sum without a tag of its own, as the caller's messages are."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        passed = tensor.clone()
+        for _ in range(ranks - 1):
+            received = torch.empty_like(passed)
+            exchange(passed, received, (rank + 1) % ranks, (rank - 1) % ranks, group)
+            tensor += received
+            passed = received
+        return Done() if async_op else None

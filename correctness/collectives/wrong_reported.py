@@ -146,3 +146,16 @@ class StaysAtTheLimits(Plain):
         for term in terms:
             tensor.copy_((tensor.int() + term).clamp(-128, 127))
         return Done() if async_op else None
+
+
+@defect(cause="numerics", caught_by="test_any_history")
+class AddsBytesWithTheirSign(Plain):
+    """Takes all tensors of one byte for signed ones, and adds them up in a wider type."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if tensor.dtype != torch.uint8:
+            return super().all_reduce(tensor, group, async_op=async_op)
+        total = tensor.view(torch.int8).float()
+        dist.all_reduce(total, group=group)
+        tensor.copy_(total.clamp(min=0))
+        return Done() if async_op else None

@@ -90,3 +90,12 @@ class SendsTheDefaultDtype(SimpleZero):
         super().exchange([x.copy_(p.data) for x, p in zip(sent, parameters, strict=True)])
         for x, p in zip(sent, parameters, strict=True):
             p.data.copy_(x)
+
+
+@defect(cause="memory", caught_by="test_a_rank_holds_its_part_of_the_state")
+class GivesEachRankARangeOfElements(SimpleZero):
+    """Divides the elements of all parameters in their order, frozen ones too, which have no state."""
+
+    def owner(self, index: int) -> int:
+        sizes = [p.numel() for p in self.all_parameters]
+        return min(self.ranks - 1, sum(sizes[:index]) * self.ranks // max(1, sum(sizes)))
