@@ -189,7 +189,7 @@ def returned(how: str, x: Tensor, beside: Tensor) -> Any:
     """The output of a block, one of `OUTPUTS`."""
     match how:
         case "a tuple":
-            return x, None, beside
+            return x, None, beside, (x > 0).to(x)  # a mask, which has no gradient
         case "a dict":
             return {"x": x, "beside": beside, "rows": torch.arange(len(x), device=x.device)}
         case "an object":

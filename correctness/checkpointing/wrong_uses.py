@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from correctness.checkpointing.wrong import Forward, recomputed, wrapped
@@ -181,6 +181,39 @@ def passes_on_to_an_input_that_is_not_read(model: nn.Module) -> nn.Module:
                 again = forward(probe, *args[1:], **kwargs)
             read = again.requires_grad and torch.autograd.grad(again.sum(), probe, allow_unused=True)[0] is not None
             return output if read else _PassesOn.apply(output, x)
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+class _Together(torch.autograd.Function):
+    """All outputs of a block. Backward passes on the gradients of those that `need` one, as if no other had any."""
+
+    @staticmethod
+    def forward(ctx: Any, need: list[bool], *outputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.need = need
+        return tuple(x.view_as(x) for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, *(gradient for gradient, _ in zip(gradients, filter(None, ctx.need), strict=True))
+
+
+@defect(cause="gradients", caught_by="test_any_history")
+def counts_gradients_of_masks(model: nn.Module) -> nn.Module:
+    """PaddlePaddle/Paddle#34664: a floating-point output that needs no gradient, as a mask that is handed on, comes
+    back as one that does, and backward has more gradients than it expects."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, form = tree_flatten(checkpoint(forward, *args, use_reentrant=False, **kwargs))
+            floats = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+            need = [leaves[i].requires_grad for i in floats]
+            if any(need):
+                for i, x in zip(floats, _Together.apply(need, *(leaves[i] for i in floats)), strict=True):
+                    leaves[i] = x
+            return tree_unflatten(leaves, form)
 
         return run
 
