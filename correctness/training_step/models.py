@@ -95,3 +95,18 @@ def assert_stays(model: nn.Module, before: dict[str, Any], when: str, optimizer:
     after = what_stays(model, optimizer)
     for what, value in before.items():
         assert after.get(what) == value, f"{what} was {value}, and is {after.get(what)} {when}"
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of the parameters, their gradients and the buffers, by the name that a failure prints."""
+    found: dict[str, Tensor | None] = {name: x.detach().clone() for name, x in model.state_dict().items()}
+    grads = {f"the gradient of {name}": p.grad for name, p in model.named_parameters()}
+    return found | {name: None if grad is None else grad.clone() for name, grad in grads.items()}
+
+
+def assert_values_stay(model: nn.Module, before: dict[str, Tensor | None], when: str) -> None:
+    after = values_of(model)
+    for name, value in before.items():
+        now = after.get(name)
+        stays = now is value if now is None or value is None else torch.equal(now, value)
+        assert stays, f"{name} is {'gone' if now is None else 'another than it was'} {when}"

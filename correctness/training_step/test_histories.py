@@ -11,8 +11,9 @@ import torch
 from hypothesis import strategies as st
 
 from correctness.engine.histories import Problem, hold, report
-from correctness.training_step.events import EVENTS, OPTIONS, Event, History, problem_of
+from correctness.training_step.events import EVENTS, Event, History
 from correctness.training_step.models import KINDS
+from correctness.training_step.player import OPTIONS, problem_of
 from correctness.training_step.stepping import (
     assert_gradients,
     batch,

@@ -158,3 +158,12 @@ class OverwritesWhatTheModelHad(EagerStep):
             self.optimizer.zero_grad()
         self.first = False
         super().backward(loss)
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_that_of_autograd_and_sgd")
+class BeginsWithoutGradients(EagerStep):
+    """Making the step clears the gradients that are there, as after a warm-up that leaves some."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+        super().__init__(model, optimizer, **options)
+        optimizer.zero_grad()
