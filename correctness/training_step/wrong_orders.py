@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.optim import Optimizer
@@ -63,6 +64,32 @@ class RecomputesWithOtherDropout(EagerStep):
         with self.precision.autocast(self.device):
             logits: Any = checkpoint(self.model, tokens, use_reentrant=False, preserve_rng_state=False)
             return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class _Recomputed(torch.autograd.Function):
+    """Saves the random state, and recomputes the loss from it in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Any, tokens: Tensor, targets: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.given, ctx.random = (step, tokens, targets, parameters), torch.get_rng_state()
+        return EagerStep.forward(step, tokens, targets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        step, tokens, targets, parameters = ctx.given
+        torch.set_rng_state(ctx.random)
+        with torch.enable_grad():
+            loss = EagerStep.forward(step, tokens, targets)
+        return None, None, None, *torch.autograd.grad(loss, parameters, grad)
+
+
+@defect(cause="random numbers", caught_by="test_gradients_are_of_the_losss_own_dropout")
+class LeavesForwardsRandomState(EagerStep):
+    """pytorch/pytorch#14253: recomputes with forward's random state, and goes on from it: what the caller draws next
+    are forward's numbers again."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return _Recomputed.apply(self, tokens, targets, *self.model.parameters())
 
 
 @defect(cause="two calls", caught_by="float16")
