@@ -23,6 +23,22 @@ class Mixes(nn.Module):
         return (x + x.mean((0, 1), keepdim=True)) / 2
 
 
+class Tracks(nn.Module):
+    """Subtracts a running mean, as a batch norm that evaluates does, and counts its calls in training mode."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, context, dim)
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean((0, 1)).to(self.mean), 0.3)
+                self.calls += 1
+        return x - self.mean
+
+
 class Table(nn.Module):
     """Each token's logits are a row of the weight: exact in any dtype, and in the weight's dtype under autocast too.
 
@@ -41,9 +57,9 @@ class Table(nn.Module):
         return x
 
 
-KINDS = ("plain", "tied", "unused", "shared", "context_first")
+KINDS = ("plain", "tied", "unused", "shared", "context_first", "tracking")
 """Kinds of models: every parameter used once; one used in two places; one not used; a layer used in two blocks; logits
-whose memory is in the order (context, batch, vocab)."""
+whose memory is in the order (context, batch, vocab); buffers that forward changes, behind the blocks."""
 
 
 def context_first(model: nn.Module, args: Any, logits: Tensor) -> Tensor:
@@ -67,6 +83,8 @@ def moody_model(kind: str = "plain") -> nn.Module:
         model.blocks[1].w1 = model.blocks[0].w1
     elif kind == "context_first":
         model.register_forward_hook(context_first)
+    elif kind == "tracking":
+        model.norm.append(Tracks(SIZE.dim))
     return model
 
 

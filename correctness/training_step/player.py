@@ -185,6 +185,7 @@ class _Player:
             self.of.step.backward(self.of.step.forward(*self.batch(1)))
             self.of.step.update()
         hook.remove()
+        self.expected_loss(*self.batch(1))  # which may change buffers
         assert any(issubclass(each.category, RuntimeWarning) for each in caught), (
             "a skipped step gives no RuntimeWarning"
         )
@@ -238,6 +239,11 @@ class _Player:
         )
 
     def compare(self) -> None:
+        for (name, x), y in zip(self.of.model.named_buffers(), self.wide.buffers(), strict=True):
+            error, size = (x.double() - y).norm().item(), y.double().norm().item()
+            assert error <= CLOSE[self.precision] * max(size, 1e-3), (
+                f"{name} is not what one forward after another makes of it\nfound {x.tolist()}, expected {y.tolist()}"
+            )
         for loss, value in self.losses:
             now = loss.item()
             assert now == value or (math.isnan(now) and math.isnan(value)), (

@@ -44,7 +44,8 @@ ORDERS = {
 def test_orders_that_trainings_have(implementation: Implementation, order: str, precision: str, device: str) -> None:
     skip_where_graphs_own_gradients(implementation)
     events = [Event(kind, 4 * i + 1) for i, kind in enumerate(ORDERS[order])]
-    history = History(events, frozen=(2,) * (order == "thawed"), mixed=order == "accumulation")
+    kind = "tracking" if order == "validation_in_between" else "plain"
+    history = History(events, frozen=(2,) * (order == "thawed"), kind=kind, mixed=order == "accumulation")
     problem = problem_of(implementation, history, precision, device)
     assert problem is None, report(history, problem)
 

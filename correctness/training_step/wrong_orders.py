@@ -194,3 +194,15 @@ class BeginsWithoutGradients(EagerStep):
     def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
         super().__init__(model, optimizer, **options)
         optimizer.zero_grad()
+
+
+@defect(cause="state", caught_by="test_orders_that_trainings_have")
+class WarmsUp(EagerStep):
+    """LibreYOLO/libreyolo#671: the first batch of each shape goes through the model once more, as before a capture:
+    losses and gradients are right, and what a batch norm tracks is not."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if tokens.shape not in self.__dict__.setdefault("warm", set()):
+            self.warm.add(tokens.shape)
+            super().forward(tokens, targets)
+        return super().forward(tokens, targets)
