@@ -22,6 +22,8 @@ EVENTS = {
     "rate": "a new learning rate for a param group",
     "reload": "the optimizer's state saved and loaded",
     "weights": "a parameter changed in place by the caller",
+    "data": "a parameter that gets other memory by `.data =`",
+    "replace": "gradients replaced by tensors of half their values",
 }
 
 

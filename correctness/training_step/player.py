@@ -98,7 +98,7 @@ class _Player:
     def play(self, event: Event) -> None:
         if not self.can(event):
             return
-        if event.kind in ("update", "call", "weights", "freeze", "modes"):
+        if event.kind in ("update", "call", "weights", "data", "freeze", "modes"):
             self.waiting.clear()
         before = what_stays(self.of.model, self.of.optimizer)
         getattr(self, event.kind)(event.value)
@@ -114,7 +114,7 @@ class _Player:
                 return bool(self.waiting)
             case "overflow":
                 return half and self.overflows < OVERFLOWS
-            case "halve":
+            case "halve" | "replace":
                 return not (half and self.scaled)
             case "freeze":
                 return bool(used - {self.names[self.turned(event.value)]})
@@ -206,6 +206,10 @@ class _Player:
             if p.grad is not None:
                 p.grad.mul_(0.5)
 
+    def replace(self, value: int) -> None:
+        for p in (*self.found, *self.expected):
+            p.grad = None if p.grad is None else p.grad * 0.5
+
     def modes(self, value: int) -> None:
         for model in (self.of.model, self.wide):
             set_modes(model, value)
@@ -227,6 +231,11 @@ class _Player:
     def weights(self, value: int) -> None:
         for parameters in (self.found, self.expected):
             parameters[value % len(parameters)].mul_(0.8).add_(0.01)
+
+    def data(self, value: int) -> None:
+        for parameters in (self.found, self.expected):
+            p = parameters[value % len(parameters)]
+            p.data = p.data * 0.8 + 0.01
 
     def compare_loss(self, found: Tensor, expected: Tensor, inputs: tuple[Tensor, Tensor], value: int) -> None:
         for x, before in zip(inputs, self.batch(value), strict=True):

@@ -32,10 +32,10 @@ ORDERS = {
     "two_updates": ["forward", "backward", "update", "update", "forward", "backward"],
     "gradients_over_calls": ["call", "call", "clear", "call", "forward", "backward", "backward", "update"],
     "cleared_before_an_update": ["forward", "backward", "clear", "update", "forward", "backward", "update"],
-    "accumulation": ["forward", "forward", "backward", "backward", "update", "zero", "forward", "backward", "update"],
+    "accumulation": [*["forward"] * 2, *["backward"] * 2, "update", "zero", "forward", "backward", "replace", "update"],
     "skipped_while_a_loss_waits": ["forward", "overflow", "backward", "update"],
     "thawed": ["call", "freeze", "forward", "backward", "update", "freeze", "call"],
-    "validation_in_between": ["forward", "drop", "call", "modes", "forward", "drop", "weights", "call"],
+    "validation_in_between": ["forward", "drop", "call", "modes", "forward", "drop", "data", "weights", "call"],
 }
 
 

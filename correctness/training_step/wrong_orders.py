@@ -1,10 +1,12 @@
 """Planted defects that show only in some order of events, with some model, or at some loss scale."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy, pad
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -206,3 +208,34 @@ class WarmsUp(EagerStep):
             self.warm.add(tokens.shape)
             super().forward(tokens, targets)
         return super().forward(tokens, targets)
+
+
+@defect(cause="state", caught_by="test_orders_that_trainings_have")
+class CastsWeightsOfAnotherVersion(EagerStep):
+    """Computes with copies of the weights that are made anew where their version is another: it is not after
+    `.data =`."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        copies, used = self.__dict__.setdefault("copies", {}), {}
+        for name, p in self.model.named_parameters():
+            if copies.get(name, (None,))[0] != p._version:
+                copies[name] = p._version, p.detach().clone()
+            used[name] = p + (copies[name][1] - p).detach()
+        model: Any = partial(functional_call, self.model, used, tie_weights=False)
+        with self.precision.autocast(self.device):
+            return self._loss(model, tokens, targets)
+
+
+@defect(cause="gradients", caught_by="test_orders_that_trainings_have")
+class StepsOnItsOwnGradients(EagerStep):
+    """Steps on the gradients' memory as backward left it, as on views of one buffer: a caller who gives a parameter
+    another gradient changes none."""
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self.own = {p: p.grad for p in self.model.parameters()}
+
+    def update(self) -> None:
+        for p, grad in self.__dict__.get("own", {}).items():
+            p.grad = None if p.grad is None else grad
+        super().update()
