@@ -47,7 +47,9 @@ class Pass:
     """Run backward inside autocast."""
     around: str | None
     """Context of backward: `no_grad`, autocast to that dtype, or autocast disabled."""
-    no_grad_first: bool
+    evaluated_first: str | None
+    """Run another forward first in this mode, "no_grad" or "inference_mode"; under autocast, in `no_grad`, as PyTorch
+    itself keeps weights that autocast cast under `inference_mode`."""
     dropped_first: bool
     """Run another forward first, without a backward."""
     way: str
@@ -105,7 +107,7 @@ PASSES = st.builds(
     autocast=st.none() | st.sampled_from(AUTOCASTS),
     backward_inside=st.booleans(),
     around=st.sampled_from(AROUND),
-    no_grad_first=st.booleans(),
+    evaluated_first=st.sampled_from((None, None, "no_grad", "inference_mode")),
     dropped_first=st.booleans(),
     way=st.sampled_from(WAYS),
     again=st.sampled_from(AGAIN),

@@ -163,8 +163,9 @@ def _forward(model: Model, history: History, each: Pass, leaves: dict[str, Tenso
         x = x[:3]
     with torch.autocast(device, enabled=False) if each.autocast and "disabled" in each.autocast else nullcontext():
         try:
-            if each.no_grad_first:
-                with torch.no_grad():
+            if each.evaluated_first:
+                in_inference = each.evaluated_first == "inference_mode" and not each.autocast
+                with torch.inference_mode() if in_inference else torch.no_grad():
                     model(x, *args, **kwargs)
             if each.dropped_first:
                 model(x, *args, **kwargs)

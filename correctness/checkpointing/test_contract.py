@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from correctness.checkpointing.models import (
     loss_of,
     transformer,
 )
-from correctness.support.contracts import Note, assert_refused
+from correctness.support.contracts import Note, assert_refused, random_state_stays
 from correctness.support.own_model import OWN, assert_as_in_one_process, optimizer_of, own_model, train
 from impl.checkpointing.contract import claims_to_save
 from impl.training_step.workload import checkpointed
@@ -201,16 +203,18 @@ def test_blocks_are_recomputed_on_inputs_of_the_same_strides(implementation: Imp
 
 @pytest.mark.parametrize("born", ["train", "eval", "p_0"])
 def test_dropout_drops_the_same_again(implementation: Implementation, born: str, x: Tensor, device: str) -> None:
-    """Backward recomputes with the random numbers of forward, whatever was drawn since.
+    """Backward recomputes with the random numbers of its own forward, whatever was drawn since.
 
     `born` is the mode of the model when the policy is applied, or dropout's probability then; then it trains.
     """
 
     def dropped(model: nn.Module) -> dict[str, Tensor | None]:
         torch.manual_seed(1)
-        loss = loss_of(model, x)
-        torch.rand(5, device=device)
-        loss.backward()
+        losses = [loss_of(model, x) for _ in range(2)]
+        _ = torch.rand(5, device=device), random.random(), np.random.rand()
+        with random_state_stays("backward"):
+            for i, loss in enumerate(losses):
+                (loss / (1 + i)).backward()
         return gradients_of(model)
 
     model = dropping(device).train(born != "eval")

@@ -203,7 +203,7 @@ def _replayed(states: list[Tensor]) -> Iterator[None]:
         yield
 
 
-@defect(cause="state", caught_by="test_any_history_is_to_the_bit")
+@defect(cause="state", caught_by="test_dropout_drops_the_same_again")
 def random_states_on_a_stack(model: nn.Module) -> nn.Module:
     """Each block keeps random states on a stack; another order of backwards takes those of another forward."""
 

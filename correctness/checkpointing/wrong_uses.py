@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from functools import partial
 from typing import Any
@@ -214,6 +215,58 @@ def counts_gradients_of_masks(model: nn.Module) -> nn.Module:
                 for i, x in zip(floats, _Together.apply(need, *(leaves[i] for i in floats)), strict=True):
                     leaves[i] = x
             return tree_unflatten(leaves, form)
+
+
+@defect(cause="state", caught_by="test_any_history_is_to_the_bit")
+def makes_its_tensor_in_the_first_call(model: nn.Module) -> nn.Module:
+    """snowflakedb/ArcticTraining#265: what the first call makes is an inference tensor if that is an evaluation under
+    `inference_mode`, and training cannot save it for backward."""
+    made: list[Tensor] = []
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return recomputed(forward)(x, *args, **kwargs)
+            if not made:
+                made.append(torch.ones((), dtype=x.dtype, device=x.device))
+            return recomputed(forward)(x * made[0], *args, **kwargs)
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="memory", caught_by="test_it_saves_however_blocks_are_called")
+def keeps_what_is_in_tuples(model: nn.Module) -> nn.Module:
+    """Keeps the tensors of tuples in a list that is never emptied; a tensor alone it does not keep."""
+    kept: list[Tensor] = []
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(x, tuple):
+                kept.extend(each.detach() for each in x if isinstance(each, Tensor))
+            return recomputed(forward)(x, *args, **kwargs)
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="random numbers", caught_by="test_dropout_drops_the_same_again")
+def leaves_pythons_random_state_of_forward(model: nn.Module) -> nn.Module:
+    """Backward goes back to the state of Python's generator in forward too, and leaves it there."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            states: list[Any] = []
+
+            def once_more(*args: Any, **kwargs: Any) -> Any:
+                if states:
+                    random.setstate(states[0])
+                states.append(random.getstate())
+                return forward(*args, **kwargs)
+
+            return recomputed(once_more)(*args, **kwargs)
 
         return run
 

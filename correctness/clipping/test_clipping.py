@@ -61,7 +61,7 @@ def test_each_parameter_counts_once(
 
 @pytest.mark.examples(12, 40, 400)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.meshes("shard=2", "dp=2,tp=2")
+@pytest.mark.meshes("shard=2", "dp=2,tp=2", "dp=1,shard=2,tp=2")
 def test_gradients_of_all_kinds_count_once(
     implementation: Implementation,
     mesh: Mesh,
@@ -79,7 +79,7 @@ def test_gradients_of_all_kinds_count_once(
         assert_none(drawn_differences([clipped[number] for clipped in ranks], example))
 
 
-@pytest.mark.parametrize("size", [1.0, 3e3], ids=["usual", "large"])
+@pytest.mark.parametrize("size", [1.0, 3e3, 1.2e4], ids=["usual", "large", "largest"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.meshes("shard=2", "dp=2,tp=2")
 def test_in_few_bits(
@@ -91,7 +91,7 @@ def test_in_few_bits(
     device: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The squares of large ones are beyond float16."""
+    """The squares of large ones are beyond float16, and of the largest the norm too."""
     _known(request, implementation, dtype == torch.float16 and size > 1, "it squares in float16")
     gradients = wholes(dtype, False, size)
     ranks = worlds(mesh.size).run(clip_on_rank, implementation, mesh, gradients, 0.5, 2.0, device)

@@ -114,6 +114,20 @@ class SquaresInTheirOwnDtype(ByEach):
         return local.abs().pow(norm_type).sum().double()
 
 
+@defect(cause="numerics", caught_by="test_in_few_bits[NormInTheirDtype")
+class NormInTheirDtype(ByEach):
+    """The norm is summed in float32 and returned in the gradients' dtype: in float16, above 65,504, infinite."""
+
+    def together(self, powers: list[Tensor], norm_type: float) -> Tensor:
+        return super().together(powers, norm_type).to(self.dtype)
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        found = super().gradients(parameters)
+        half = bool(found) and all(gradient.dtype == torch.float16 for gradient in found)
+        self.dtype = torch.float16 if half else torch.float64
+        return found
+
+
 @defect(cause="numerics", caught_by="test_below_the_norm_nothing_changes[ScalesUp")
 class ScalesUp(ByEach):
     """Gradients below the norm are scaled up to it."""
@@ -212,6 +226,17 @@ class PythonsLargest(ByEach):
 
     def together(self, powers: list[Tensor], norm_type: float) -> Tensor:
         return max(powers) if powers and math.isinf(norm_type) else super().together(powers, norm_type)
+
+
+@defect(cause="communication", caught_by="test_gradients_of_all_kinds_count_once")
+class FirstAndLastAxis(ByEach):
+    """Sums over the first and the last axis of a mesh, and over none between the two."""
+
+    def groups(self, gradient: Tensor) -> list[dist.ProcessGroup]:
+        if not isinstance(gradient, DTensor):
+            return []
+        mesh, ends = gradient.device_mesh, {0, gradient.device_mesh.ndim - 1}
+        return [mesh.get_group(dim) for dim, each in enumerate(gradient.placements) if each.is_shard() and dim in ends]
 
 
 @defect(cause="shapes", caught_by="test_gradients_of_all_kinds_count_once")

@@ -97,6 +97,8 @@ arguments = st.fixed_dictionaries(
         "betas": st.sampled_from(BETAS),
         "eps": st.sampled_from(EPSILONS),
         "weight_decay": st.sampled_from(DECAYS),
+        "name": st.sampled_from(("decayed", "others")),
+        "initial_lr": st.sampled_from(LRS),  # as schedulers write it
     },
 )  # fmt: skip
 shapes = st.one_of(

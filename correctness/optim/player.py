@@ -210,8 +210,12 @@ class Beside:
             mine = getattr(found.optimizer, "grad_norm", None)
             assert mine is not None, f"grad_norm is None, expected {norm.item():.9g}"
             assert_near(mine.double(), norm, rtol * (1 + norm.item() if norm.isfinite() else 1), "grad_norm")
-        states = (training.optimizer.state_dict()["state"] for training in (found, exact))
-        here, there = (dict(each) for each in states)
+        saved = [training.optimizer.state_dict() for training in (found, exact)]
+        here, there = (dict(each["state"]) for each in saved)
+        for i, (mine, theirs) in enumerate(zip(*(each["param_groups"] for each in saved), strict=True)):
+            for name in theirs.keys() & {"name", "initial_lr"}:
+                own, wanted = mine.get(name), theirs[name]
+                assert own == wanted, f"{name!r} of group {i} is {own!r}, expected {wanted!r}"
         for k, (p, q) in enumerate(zip(found.params, exact.params, strict=True)):
             what, mine, theirs = f"parameter {k} of shape {tuple(q.shape)}", here.get(k, {}), there.get(k, {})
             count, wanted = float(mine.get("step", 0)), float(theirs.get("step", 0))

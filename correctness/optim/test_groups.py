@@ -1,10 +1,13 @@
 """Param groups, arguments that change between steps, and several optimizers in one process."""
 
 import copy
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from correctness.optim.training import assert_all_near, gradients, leaves, run, tensors, train
 from impl.optim import AdamW
@@ -60,6 +63,32 @@ def test_arguments_may_change_between_steps(implementation: Implementation, name
         run(optimizer, grads[:2])
         optimizer.param_groups[0].update(OWN[name])
         run(optimizer, grads[2:])
+    assert_all_near(found, expected)
+
+
+SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.3, total_steps=5, cycle_momentum=True),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_and_hooks_of_steps_work(implementation: Implementation, name: str, device: str) -> None:
+    """OneCycleLR writes betas too; each step's hook runs once, and nothing warns of steps that a scheduler missed."""
+    start = tensors(device, shapes=((3, 5), (4,)))
+    grads = gradients(start, 4)
+    found, expected, stepped = leaves(start), leaves(start), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for target, params in ((AdamW, expected), (implementation.watched, found)):
+            optimizer = target([{"params": params[:1]}, {"params": params[1:], "lr": 0.01}], lr=0.1)
+            scheduler = SCHEDULERS[name](optimizer)
+            optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+            for count, step in enumerate(grads, 1):
+                stepped.clear()
+                run(optimizer, [step])
+                assert len(stepped) == 1, f"the hook of step {count} ran {len(stepped)} times"
+                scheduler.step()
     assert_all_near(found, expected)
 
 

@@ -1,5 +1,6 @@
 """Planted defects that show only if parameters are frozen late, with some layouts, or after loading."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,3 +64,33 @@ class ReplacesItsGroups(Simple):
             self.param_groups = [dict(group) for group in self.param_groups]
         self.ready = True
         return super().step(*args, **kwargs)
+
+
+@defect(cause="options", caught_by="test_schedulers_and_hooks_of_steps_work")
+class StepOfTheInstance(Simple):
+    """NVIDIA/apex#553: each optimizer has a function as its step, where PyTorch gives hooks to the class's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.step: Any = self.own_step
+
+    @torch.no_grad()
+    def own_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update_all()
+        return loss
+
+
+@defect(cause="options", caught_by="test_schedulers_and_hooks_of_steps_work")
+class DefaultsOfItsOwn(Simple):
+    """Keeps its defaults outside of `defaults`, where OneCycleLR looks for betas."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.own, self.defaults = self.defaults, {}
+
+    def add_param_group(self, param_group: State) -> None:
+        super().add_param_group(getattr(self, "own", {}) | param_group)

@@ -174,3 +174,36 @@ class StateByFirstAddress(Simple):
         if p is not first and first in self.state:
             self.state[p] = self.state[first]
         return super().state_of(p)
+
+
+@defect(cause="state", caught_by="test_any_history_is_that_of_adamw")
+class LoadsKnownArgumentsAlone(Simple):
+    """meta-pytorch/torchtune#2553: a key that a scheduler has added, `initial_lr`, is none that loading knows."""
+
+    def load_state_dict(self, state_dict: State) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for name in group.keys() - {"params", *self.defaults}:
+                del group[name]
+
+
+@defect(cause="numerics", caught_by="test_what_is_not_finite_is_rounded_too")
+class RoundsByBits(Master):
+    """pytorch/pytorch#120376: rounds to bfloat16 by an integer that is added to the bits, which wraps a NaN to -0."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        super().move(p, grad, state, group, t)
+        if "master_weight" in state and p.dtype == torch.bfloat16:
+            bits = state["master_weight"].view(torch.int32)
+            p.copy_(((bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000).view(torch.float32))
+
+
+@defect(cause="numerics", caught_by="test_what_is_not_finite_is_rounded_too")
+class Saturates(Master):
+    """What is beyond float16 becomes its largest number: a training that has diverged goes on."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        super().move(p, grad, state, group, t)
+        if "master_weight" in state:
+            most = torch.finfo(p.dtype).max
+            p.copy_(state["master_weight"].clamp(-most, most))

@@ -23,6 +23,22 @@ class Mixes(nn.Module):
         return (x + x.mean((0, 1), keepdim=True)) / 2
 
 
+class Tracks(nn.Module):
+    """Subtracts a running mean, as a batch norm that evaluates does, and counts its calls in training mode."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, context, dim)
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean((0, 1)).to(self.mean), 0.3)
+                self.calls += 1
+        return x - self.mean
+
+
 class Table(nn.Module):
     """Each token's logits are a row of the weight: exact in any dtype, and in the weight's dtype under autocast too.
 
@@ -41,9 +57,9 @@ class Table(nn.Module):
         return x
 
 
-KINDS = ("plain", "tied", "unused", "shared", "context_first")
+KINDS = ("plain", "tied", "unused", "shared", "context_first", "tracking")
 """Kinds of models: every parameter used once; one used in two places; one not used; a layer used in two blocks; logits
-whose memory is in the order (context, batch, vocab)."""
+whose memory is in the order (context, batch, vocab); buffers that forward changes, behind the blocks."""
 
 
 def context_first(model: nn.Module, args: Any, logits: Tensor) -> Tensor:
@@ -67,6 +83,8 @@ def moody_model(kind: str = "plain") -> nn.Module:
         model.blocks[1].w1 = model.blocks[0].w1
     elif kind == "context_first":
         model.register_forward_hook(context_first)
+    elif kind == "tracking":
+        model.norm.append(Tracks(SIZE.dim))
     return model
 
 
@@ -95,3 +113,18 @@ def assert_stays(model: nn.Module, before: dict[str, Any], when: str, optimizer:
     after = what_stays(model, optimizer)
     for what, value in before.items():
         assert after.get(what) == value, f"{what} was {value}, and is {after.get(what)} {when}"
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of the parameters, their gradients and the buffers, by the name that a failure prints."""
+    found: dict[str, Tensor | None] = {name: x.detach().clone() for name, x in model.state_dict().items()}
+    grads = {f"the gradient of {name}": p.grad for name, p in model.named_parameters()}
+    return found | {name: None if grad is None else grad.clone() for name, grad in grads.items()}
+
+
+def assert_values_stay(model: nn.Module, before: dict[str, Tensor | None], when: str) -> None:
+    after = values_of(model)
+    for name, value in before.items():
+        now = after.get(name)
+        stays = now is value if now is None or value is None else torch.equal(now, value)
+        assert stays, f"{name} is {'gone' if now is None else 'another than it was'} {when}"

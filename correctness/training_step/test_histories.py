@@ -11,8 +11,9 @@ import torch
 from hypothesis import strategies as st
 
 from correctness.engine.histories import Problem, hold, report
-from correctness.training_step.events import EVENTS, OPTIONS, Event, History, problem_of
+from correctness.training_step.events import EVENTS, Event, History
 from correctness.training_step.models import KINDS
+from correctness.training_step.player import OPTIONS, problem_of
 from correctness.training_step.stepping import (
     assert_gradients,
     batch,
@@ -31,10 +32,10 @@ ORDERS = {
     "two_updates": ["forward", "backward", "update", "update", "forward", "backward"],
     "gradients_over_calls": ["call", "call", "clear", "call", "forward", "backward", "backward", "update"],
     "cleared_before_an_update": ["forward", "backward", "clear", "update", "forward", "backward", "update"],
-    "accumulation": ["forward", "forward", "backward", "backward", "update", "zero", "forward", "backward", "update"],
+    "accumulation": [*["forward"] * 2, *["backward"] * 2, "update", "zero", "forward", "backward", "replace", "update"],
     "skipped_while_a_loss_waits": ["forward", "overflow", "backward", "update"],
     "thawed": ["call", "freeze", "forward", "backward", "update", "freeze", "call"],
-    "validation_in_between": ["forward", "drop", "call", "modes", "forward", "drop", "weights", "call"],
+    "validation_in_between": ["forward", "drop", "call", "modes", "forward", "drop", "data", "weights", "call"],
 }
 
 
@@ -43,7 +44,8 @@ ORDERS = {
 def test_orders_that_trainings_have(implementation: Implementation, order: str, precision: str, device: str) -> None:
     skip_where_graphs_own_gradients(implementation)
     events = [Event(kind, 4 * i + 1) for i, kind in enumerate(ORDERS[order])]
-    history = History(events, frozen=(2,) * (order == "thawed"), mixed=order == "accumulation")
+    kind = "tracking" if order == "validation_in_between" else "plain"
+    history = History(events, frozen=(2,) * (order == "thawed"), kind=kind, mixed=order == "accumulation")
     problem = problem_of(implementation, history, precision, device)
     assert problem is None, report(history, problem)
 

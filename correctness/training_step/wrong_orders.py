@@ -1,9 +1,12 @@
 """Planted defects that show only in some order of events, with some model, or at some loss scale."""
 
 import warnings
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy, pad
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -63,6 +66,32 @@ class RecomputesWithOtherDropout(EagerStep):
         with self.precision.autocast(self.device):
             logits: Any = checkpoint(self.model, tokens, use_reentrant=False, preserve_rng_state=False)
             return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class _Recomputed(torch.autograd.Function):
+    """Saves the random state, and recomputes the loss from it in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Any, tokens: Tensor, targets: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.given, ctx.random = (step, tokens, targets, parameters), torch.get_rng_state()
+        return EagerStep.forward(step, tokens, targets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        step, tokens, targets, parameters = ctx.given
+        torch.set_rng_state(ctx.random)
+        with torch.enable_grad():
+            loss = EagerStep.forward(step, tokens, targets)
+        return None, None, None, *torch.autograd.grad(loss, parameters, grad)
+
+
+@defect(cause="random numbers", caught_by="test_gradients_are_of_the_losss_own_dropout")
+class LeavesForwardsRandomState(EagerStep):
+    """pytorch/pytorch#14253: recomputes with forward's random state, and goes on from it: what the caller draws next
+    are forward's numbers again."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return _Recomputed.apply(self, tokens, targets, *self.model.parameters())
 
 
 @defect(cause="two calls", caught_by="float16")
@@ -158,3 +187,55 @@ class OverwritesWhatTheModelHad(EagerStep):
             self.optimizer.zero_grad()
         self.first = False
         super().backward(loss)
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_that_of_autograd_and_sgd")
+class BeginsWithoutGradients(EagerStep):
+    """Making the step clears the gradients that are there, as after a warm-up that leaves some."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+        super().__init__(model, optimizer, **options)
+        optimizer.zero_grad()
+
+
+@defect(cause="state", caught_by="test_orders_that_trainings_have")
+class WarmsUp(EagerStep):
+    """LibreYOLO/libreyolo#671: the first batch of each shape goes through the model once more, as before a capture:
+    losses and gradients are right, and what a batch norm tracks is not."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if tokens.shape not in self.__dict__.setdefault("warm", set()):
+            self.warm.add(tokens.shape)
+            super().forward(tokens, targets)
+        return super().forward(tokens, targets)
+
+
+@defect(cause="state", caught_by="test_orders_that_trainings_have")
+class CastsWeightsOfAnotherVersion(EagerStep):
+    """Computes with copies of the weights that are made anew where their version is another: it is not after
+    `.data =`."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        copies, used = self.__dict__.setdefault("copies", {}), {}
+        for name, p in self.model.named_parameters():
+            if copies.get(name, (None,))[0] != p._version:
+                copies[name] = p._version, p.detach().clone()
+            used[name] = p + (copies[name][1] - p).detach()
+        model: Any = partial(functional_call, self.model, used, tie_weights=False)
+        with self.precision.autocast(self.device):
+            return self._loss(model, tokens, targets)
+
+
+@defect(cause="gradients", caught_by="test_orders_that_trainings_have")
+class StepsOnItsOwnGradients(EagerStep):
+    """Steps on the gradients' memory as backward left it, as on views of one buffer: a caller who gives a parameter
+    another gradient changes none."""
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self.own = {p: p.grad for p in self.model.parameters()}
+
+    def update(self) -> None:
+        for p, grad in self.__dict__.get("own", {}).items():
+            p.grad = None if p.grad is None else grad
+        super().update()

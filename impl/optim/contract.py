@@ -25,7 +25,9 @@ class Optimizer(Protocol):
     - Parameters are updated in place, where their data is at that step; `.grad` is not written, and its memory not used
       after the step.
     - Each param group has its own arguments, which a step reads anew, as schedulers change them, also those that took
-      the group before a step; groups may be added later. Optimizers share nothing.
+      the group before a step; groups may be added later. Optimizers share nothing. A group keeps keys that the
+      optimizer does not know, as a scheduler's `initial_lr`, also through a state. PyTorch's schedulers and hooks of
+      steps work.
     - inf and NaN in a gradient reach their own elements, as in torch's.
     - After a parameter's first steps nothing more is kept.
     - After `load_state_dict` training goes on as if it had not stopped, with the saved arguments and exactly the saved

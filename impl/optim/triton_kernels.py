@@ -44,7 +44,9 @@ def _span(table, tensor_of, chunk_of, program, CHUNK: tl.constexpr):
 def _to_bfloat16(x):
     """Round to nearest, ties to even, by integer arithmetic: the interpreter's own conversion truncates."""
     bits = x.to(tl.uint32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = tl.where(x == x, rounded, 0x7FC0)  # the sum may carry the bits of a NaN beyond the highest
+    return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
