@@ -32,10 +32,12 @@ SIZES = {  # rows, dim
     "odd": (13, 29),
     "block_and_one": (9, 1025),
     "wider_than_a_block": (3, 8200),
+    "wider_than_any_block": (2, 65_600),
     "rows_beyond_programs": (300, 8),
     "narrow_rows_beyond_1024": (2051, 6),
 }
-SIZE = [pytest.param(name, marks=pytest.mark.large if "rows_beyond" in name else ()) for name in SIZES]
+LARGE = "rows_beyond_programs", "wider_than_any_block"
+SIZE = [pytest.param(name, marks=pytest.mark.large if name in LARGE else ()) for name in SIZES]
 
 
 @EACH
