@@ -29,6 +29,14 @@ def results(attention: Attention, inputs: list[Tensor], is_causal: bool) -> dict
     return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
+def called(attention: Attention, inputs: list[Tensor], how: str) -> object:
+    """Call it, with backward for "gradients", with a graph for "no_backward", or for "no_grad" without."""
+    if how == "gradients":
+        return results(attention, inputs, is_causal=True)
+    with torch.set_grad_enabled(how == "no_backward"):
+        return attention(*(x.detach().requires_grad_() for x in inputs[:3]), is_causal=True)
+
+
 def assert_as_accurate_as_eager(attention: Attention, inputs: list[Tensor], is_causal: bool, times: float = 2) -> None:
     """Check the output, without gradients too, and every gradient: values, shapes and dtypes."""
     found = results(attention, inputs, is_causal)

@@ -11,7 +11,7 @@ from torch import Tensor
 from correctness.attention.accuracy import assert_as_accurate_as_eager, random_inputs, results
 from correctness.attention.events import LAYOUTS
 from correctness.engine.examples import one_beyond_tiles
-from correctness.engine.strides import EXPANDED, alike_and_each_its_own
+from correctness.engine.strides import EXPANDED, alike_and_each_its_own, rows_far_apart
 from correctness.support.contracts import assert_near, skip_if_slow
 from impl.attention import eager_attention
 from shardmark.api import Implementation
@@ -39,7 +39,14 @@ def _marked(names: Iterable[str]) -> list[Any]:
 
 LARGE = (
     *("tiles", "tile", "tile_and_one", "one_less_than_tiles", "beyond_1024", "keys_beyond_4096"),
-    *("beyond_2048", "queries_beyond_32768", "keys_beyond_32768", "fewer_keys_seen", "more_keys_seen"),
+    *(
+        "one_query_of_long_keys",
+        "beyond_2048",
+        "queries_beyond_32768",
+        "keys_beyond_32768",
+        "fewer_keys_seen",
+        "more_keys_seen",
+    ),
 )
 
 
@@ -181,6 +188,7 @@ GROUPED = {  # shapes of q, and of k and v
     "heads_alone": ((6, 45, 16), (2, 33, 16)),
     "many_leading_dims": ((2, 1, 4, 45, 16), (2, 1, 2, 33, 16)),
     "one_query": ((2, 4, 1, 16), (2, 2, 33, 16)),
+    "one_query_of_long_keys": ((1, 8, 1, 64), (1, 2, 2100, 64)),
     "tiles": ((3, 200, 16), (1, 210, 16)),
     "more_than_16_in_a_group": ((1, 34, 5, 16), (1, 2, 9, 16)),
 }
@@ -217,12 +225,26 @@ def test_takes_non_contiguous_inputs(implementation: Implementation, how: str, d
         assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
 
 
-@pytest.mark.parametrize("how", NON_CONTIGUOUS)
-def test_takes_one_query_of_non_contiguous_grouped_heads(implementation: Implementation, how: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "long"),
+    [
+        *(pytest.param(how, False, id=how) for how in NON_CONTIGUOUS),
+        pytest.param("heads_of_a_projection", True, marks=pytest.mark.large, id="long_keys"),
+    ],
+)
+def test_takes_one_query_of_non_contiguous_grouped_heads(
+    implementation: Implementation, how: str, long: bool, device: str
+) -> None:
     """A decoder's query may be the first of several, so that the stride of its heads is not that of its rows."""
-    inputs = random_inputs((2, 4, 3, 16), (2, 2, 33, 16), torch.float32, device)
-    q, k, v, grad = (NON_CONTIGUOUS[how](x) for x in inputs)
+    shapes = ((1, 8, 3, 64), (1, 2, 2100, 64)) if long else ((2, 4, 3, 16), (2, 2, 33, 16))
+    q, k, v, grad = (NON_CONTIGUOUS[how](x) for x in random_inputs(*shapes, torch.float32, device))
     assert_as_accurate_as_eager(implementation.watched, [q[..., :1, :], k, v, grad[..., :1, :]], is_causal=False)
+
+
+def test_takes_offsets_beyond_32_bits(implementation: Implementation, device: str) -> None:
+    """The number of a row times its stride, as of a slice of a buffer for all layers, is more than 32 bits hold."""
+    inputs = rows_far_apart(*random_inputs((3, 16), (3, 16), torch.bfloat16, device))
+    assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
 
 
 OF_THE_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {

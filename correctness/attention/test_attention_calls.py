@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.attention.accuracy import random_inputs, results
+from correctness.attention.accuracy import called, random_inputs, results
 from correctness.support.contracts import (
     Note,
     assert_freed_at_once,
@@ -18,8 +18,8 @@ from correctness.support.contracts import (
     held_by,
     is_ours,
     left_by,
-    random_state_stays,
 )
+from correctness.support.global_state import random_state_stays
 from impl.attention import Attention, eager_attention
 from shardmark.api import Implementation, Unsupported
 
@@ -161,27 +161,27 @@ def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation
     assert_near(found, _exact(inputs, is_causal), "trained on lengths that were evaluated first")
 
 
-def _penalty_gradient(attention: Attention, inputs: list[Tensor]) -> Tensor:
-    """Gradient with respect to k of a loss that penalizes the gradient of q.
+def _penalty_gradients(attention: Attention, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """Gradients of a loss that penalizes the gradients of q, k and v.
 
     The output's gradient depends on the output, and all leaves get theirs: else `once_differentiable` does not raise.
     """
-    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-    loss = (inputs[3] * attention(q, k, v, is_causal=True).square()).sum()
-    (grad_q,) = torch.autograd.grad(loss, q, create_graph=True)
-    (loss + grad_q.square().sum()).backward()
-    assert k.grad is not None, "k has no gradient"
-    return k.grad
+    leaves = {name: x.detach().requires_grad_() for name, x in zip("qkv", inputs, strict=False)}
+    loss = (inputs[3] * attention(*leaves.values(), is_causal=True).square()).sum()
+    gradients = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
+    (loss + sum(x.square().sum() for x in gradients)).backward()
+    assert all(x.grad is not None for x in leaves.values()), "one of q, k and v has no gradient"
+    return {f"d{name}": x.grad for name, x in leaves.items()}
 
 
 @pytest.mark.compiled_every_time
 def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
     inputs = _inputs(device)
     wording = r"double backward|derivative for \S+ is not implemented|create_graph=False"
-    found = gradient_of_gradient(implementation, lambda: _penalty_gradient(implementation.watched, inputs), wording)
+    found = gradient_of_gradient(implementation, lambda: _penalty_gradients(implementation.watched, inputs), wording)
     if found is not None:
-        wanted = _penalty_gradient(eager_attention, [x.double() for x in inputs])
-        assert_near({"dk": found}, {"dk": wanted}, "differentiated twice")
+        wanted = _penalty_gradients(eager_attention, [x.double() for x in inputs])
+        assert_near(found, wanted, "differentiated twice")
 
 
 def test_a_gradient_with_create_graph_is_no_constant(
@@ -237,16 +237,22 @@ def test_nothing_quadratic_is_held_until_backward(implementation: Implementation
     assert held[long] - 2 * held[short] < scores / 4, f"holds {found}: what it keeps for backward is quadratic"
 
 
-def test_calls_leave_nothing_behind(implementation: Implementation, device: str) -> None:
+HOW = pytest.mark.parametrize("how", ["gradients", "no_backward", "no_grad"])
+
+
+@HOW
+def test_calls_leave_nothing_behind(implementation: Implementation, how: str, device: str) -> None:
+    """Not every forward has a backward, which may be what clears a table."""
     inputs = _inputs(device, 48, 48)
-    left = growth(lambda: results(implementation.watched, inputs, is_causal=True), device)
+    left = growth(lambda: called(implementation.watched, inputs, how), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
 
 
-def test_a_large_call_leaves_nothing_behind(implementation: Implementation, device: str) -> None:
+@HOW
+def test_a_large_call_leaves_nothing_behind(implementation: Implementation, how: str, device: str) -> None:
     """A buffer that is kept for the next call does not grow with calls, and is as lost."""
     small, large = _inputs(device, 16, 16), _inputs(device, 160, 160)
-    calls = [partial(results, implementation.watched, x, is_causal=True) for x in (small, large)]
+    calls = [partial(called, implementation.watched, x, how) for x in (small, large)]
     left = left_by(*calls, device)
     assert left < 5000, f"a call of 160 queries and keys, whose results are gone, leaves {left:,} bytes behind"
 

@@ -141,3 +141,57 @@ class KeysOnCtx(Flash):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, v, *rest = ctx.saved_tensors
         return *flash_backward(q, ctx.k, v, *rest, grad, ctx.is_causal), None
+
+
+class _OfConstantValues(torch.autograd.Function):
+    """The product of weights and values; backward takes the values for constants."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, v)
+        return weights @ v
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        weights, v = ctx.saved_tensors
+        return grad @ v.detach().mT, weights.mT @ grad
+
+
+@defect(cause="gradients", caught_by="test_a_second_derivative")
+def values_are_constants_of_a_gradient(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """A second derivative lacks what comes by v."""
+    if q.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return eager_attention(q, k, v, is_causal=is_causal)
+    q, k, v = checked(q, k, v)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    weights = scores_of(q.to(wide), k.to(wide), is_causal).softmax(-1)
+    out: Tensor = _OfConstantValues.apply(weights, v.to(wide))
+    return out.to(q.dtype)
+
+
+@defect(cause="memory", caught_by="test_calls_leave_nothing_behind")
+class ClearedByBackward(Flash):
+    """A table has what backward needs, which takes it out; a forward whose backward never runs leaves it there."""
+
+    kept: dict[int, Tensor] = {}  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        out = Flash.forward(ctx, q, k, v, is_causal)
+        ctx.number = max(ClearedByBackward.kept, default=0) + 1
+        if any(ctx.needs_input_grad):
+            ClearedByBackward.kept[ctx.number] = out.detach().clone()
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ClearedByBackward.kept.pop(ctx.number, None)
+        return Flash.backward(ctx, grad)
+
+
+@defect(cause="options", caught_by="test_leaves_its_inputs_as_they_are")
+def switches_kernels_off_for_good(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Switches off a kernel of SDPA for itself, and for all who follow."""
+    torch.backends.cuda.enable_flash_sdp(False)
+    return eager_attention(q, k, v, is_causal=is_causal)

@@ -147,3 +147,20 @@ def scale_of_the_default_dtype(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bo
         return eager_attention(q, k, v, is_causal=is_causal)
     scale = torch.tensor(q.shape[-1] ** -0.5).double().item() * q.shape[-1] ** 0.5
     return eager_attention(q * scale, k, v, is_causal=is_causal)
+
+
+@defect(cause="shapes", caught_by="test_takes_grouped_query_heads")
+def keys_of_the_first_parts(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """One query of grouped heads splits its keys into 8 parts of 256, and those beyond are dropped."""
+    check_inputs(q, k, v)
+    if q.shape[-2] == 1 and kv_group(q, k) > 1:
+        k, v = k[..., :2048, :], v[..., :2048, :]
+    return eager_attention(q, k, v, is_causal=is_causal)
+
+
+@defect(cause="shapes", caught_by="test_takes_offsets_beyond_32_bits")
+def offsets_of_32_bits(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """A row's number times its stride is a number of 32 bits: rows beyond are read from elsewhere."""
+    check_inputs(q, k, v)
+    rows = torch.arange(k.shape[-2], device=k.device) * k.stride(-2) < 2**31
+    return eager_attention(q, k, v * rows[:, None], is_causal=is_causal)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from correctness.data_parallel.averaging import wrap
-from correctness.support.contracts import random_state_stays
+from correctness.support.global_state import random_state_stays
 from correctness.support.on_ranks import on_every_rank
 from shardmark.api import Implementation
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -48,3 +50,18 @@ def _laid(x: Tensor, order: list[int], steps: list[int]) -> Tensor:
         length *= max(1, x.shape[dim]) * steps[dim] + gaps[dim]
     memory = torch.zeros(offset + length, dtype=x.dtype, device=x.device)
     return memory.as_strided(x.shape, strides, offset).copy_(x)
+
+
+def rows_far_apart(*tensors: Tensor) -> list[Tensor]:
+    """The tensors (three rows, at most 64 columns) of one dtype in one memory, rows 2**30 elements apart: offsets
+    of the third are beyond 32 bits. On a CPU pages that nothing is written to take no memory. Skip the test where 4 GiB
+    of half precision cannot be mapped."""
+    length, first = 2**31 + 64 * len(tensors), tensors[0]
+    try:
+        if first.device.type == "cpu":
+            memory = torch.from_numpy(np.zeros(length, dtype=f"i{first.itemsize}")).view(first.dtype)
+        else:
+            memory = torch.zeros(length, dtype=first.dtype, device=first.device)
+    except (MemoryError, torch.OutOfMemoryError):
+        pytest.skip(f"cannot map {length:,} elements")
+    return [memory.as_strided(x.shape, (2**30, 1), 64 * i).copy_(x) for i, x in enumerate(tensors)]

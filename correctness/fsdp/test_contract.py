@@ -27,7 +27,7 @@ from correctness.fsdp.checks import (
     whole_backward,
     wrap,
 )
-from correctness.support.contracts import random_state_stays
+from correctness.support.global_state import random_state_stays
 from correctness.support.own_model import (
     OWN,
     Trained,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from correctness.engine.examples import one_beyond_tiles
-from correctness.engine.strides import alike_and_each_its_own
+from correctness.engine.strides import alike_and_each_its_own, rows_far_apart
 from correctness.layers.accuracy import assert_accurate, assert_as_accurate_as_eager
 from correctness.layers.layouts import LAYOUTS, OF_GRADIENTS, laid_out
 from correctness.layers.operations import Inputs, call, leaves_of, random_inputs, results
@@ -32,10 +32,12 @@ SIZES = {  # rows, dim
     "odd": (13, 29),
     "block_and_one": (9, 1025),
     "wider_than_a_block": (3, 8200),
+    "wider_than_any_block": (2, 65_600),
     "rows_beyond_programs": (300, 8),
     "narrow_rows_beyond_1024": (2051, 6),
 }
-SIZE = [pytest.param(name, marks=pytest.mark.large if "rows_beyond" in name else ()) for name in SIZES]
+LARGE = "rows_beyond_programs", "wider_than_any_block"
+SIZE = [pytest.param(name, marks=pytest.mark.large if name in LARGE else ()) for name in SIZES]
 
 
 @EACH
@@ -132,6 +134,17 @@ def test_takes_non_contiguous_arguments(
         inputs = random_inputs(operation, 4, 24, device, dtype, lead=(2, 3))
         when = f"with arguments {', '.join(each or 'contiguous' for each in layouts)}: "
         assert_as_accurate_as_eager(implementation.watched, laid_out(inputs, layouts), when=when)
+
+
+@pytest.mark.parametrize("operation", ["rms_norm", "add_rms_norm", "swiglu"])
+def test_takes_offsets_beyond_32_bits(implementation: Implementation, operation: str, device: str) -> None:
+    """The number of a row times its stride, as of a slice of a buffer for all layers, is more than 32 bits hold."""
+    inputs = random_inputs(operation, 3, 24, device, torch.bfloat16)
+    rows = [name for name in inputs.tensors if name != "weight"]
+    far = rows_far_apart(*(inputs.tensors[name] for name in rows), *inputs.grads.values())
+    inputs.tensors.update(zip(rows, far[: len(rows)], strict=True))
+    inputs.grads.update(zip(inputs.grads, far[len(rows) :], strict=True))
+    assert_as_accurate_as_eager(implementation.watched, inputs)
 
 
 @EACH

@@ -20,8 +20,8 @@ from correctness.support.contracts import (
     growth,
     is_ours,
     left_by,
-    random_state_stays,
 )
+from correctness.support.global_state import random_state_stays
 from impl.layers import OPERATIONS, EagerLayers
 from shardmark.api import Implementation
 
@@ -206,6 +206,8 @@ def test_calls_leave_nothing_behind(implementation: Implementation, operation: s
     inputs = random_inputs(operation, 5, 128, device)
     left = growth(lambda: results(implementation.watched, inputs), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
+    left = growth(lambda: call(implementation.watched, inputs, leaves_of(inputs)), device)
+    assert left < 1000, f"four forwards without a backward, whose results are gone, leave {left:,} bytes behind"
     small, large = (partial(results, implementation.watched, random_inputs(operation, n, 512, device)) for n in (2, 20))
     left = left_by(small, large, device)
     assert left < 10_000, f"a call of 20 rows, whose results are gone, leaves {left:,} bytes behind"

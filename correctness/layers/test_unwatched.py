@@ -20,6 +20,7 @@ def draw(generator: torch.Generator) -> list[dict[str, Any]]:
     for _ in range(12):
         rows, dim = torch.randint(2, 180, (2,), generator=generator).tolist()
         x, residual, weight = drawn(rows, dim), drawn(rows, dim), drawn(dim)
+        weight[4::8] = 0
         heads = drawn(2, 3, rows, 2 * dim), drawn(2, 1, rows, 2 * dim)
         angles = 3 * drawn(rows, dim)
         calls += [

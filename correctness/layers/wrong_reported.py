@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from correctness.layers.textbook import Gated, Norm, Textbook, Turned, gated_gradients, norm_gradients, turned
 from correctness.support.planting import defect
@@ -245,3 +246,35 @@ class RowsOfDataAreSaved(Textbook):
     """pytorch/pytorch#197887: rows of more than two dimensions are saved as a view whose changes autograd misses."""
 
     gate = _SavesRowsOfData
+
+
+class _FromItsResult(Norm):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = Norm.forward(ctx, x, weight, eps)
+        ctx.save_for_backward(normed, weight, ctx.to_save[-1])
+        return normed
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, weight, scale = ctx.saved_tensors
+        x = normed.to(scale.dtype) / weight.masked_fill(weight == 0, 1) / scale
+        of_x, of_weight = norm_gradients(x, weight, scale, grad)
+        return of_x.to(grad.dtype), of_weight, None
+
+
+@defect(cause="gradients", caught_by="test_is_as_accurate_as_eager")
+class DividesByTheWeight(Textbook):
+    """NVIDIA/apex#1715: to save memory, backward divides the result by the weight, and is wrong where that is zero."""
+
+    norm = _FromItsResult
+
+
+@defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
+class OneBlockOfColumns(Textbook):
+    """facebookresearch/xformers#785: a row has one block of columns, at most 65,536, and those beyond are dropped."""
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        found = super().swiglu(gate, up)
+        return found if found.shape[-1] <= 65_536 else pad(found[..., :65_536], (0, found.shape[-1] - 65_536))

@@ -19,8 +19,8 @@ from correctness.support.contracts import (
     held_by,
     is_ours,
     left_by,
-    random_state_stays,
 )
+from correctness.support.global_state import random_state_stays
 from impl.loss import Loss, eager_loss
 from shardmark.api import Implementation, Unsupported
 
@@ -150,25 +150,32 @@ def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation
     assert_near(found, _exact(inputs), "trained on sizes that were evaluated first")
 
 
-def _penalty_gradient(loss_of: Loss, inputs: Inputs) -> Tensor:
-    """Gradient with respect to weight of a loss that penalizes the gradient of hidden. The loss is squared, so that
-    its own gradient is no constant, and all leaves get gradients: `once_differentiable` raises only then."""
+def _penalty_gradients(loss_of: Loss, inputs: Inputs, **options: Any) -> dict[str, Tensor]:
+    """Gradients of a loss that penalizes the gradients of hidden and weight. The loss is squared, so that its own
+    gradient is no constant, and all leaves get gradients: `once_differentiable` raises only then."""
     hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
-    loss = loss_of(hidden, weight, inputs.targets).square()
-    (grad_hidden,) = torch.autograd.grad(loss, hidden, create_graph=True)
-    (loss + grad_hidden.square().sum()).backward()
+    loss = loss_of(hidden, weight, inputs.targets, **options).square()
+    of_hidden, of_weight = torch.autograd.grad(loss, (hidden, weight), create_graph=True)
+    (loss + of_hidden.square().sum() + of_weight.square().sum()).backward()
+    assert hidden.grad is not None, "hidden has no gradient"
     assert weight.grad is not None, "weight has no gradient"
-    return weight.grad
+    return {"grad_hidden": hidden.grad, "grad_weight": weight.grad}
 
 
-@pytest.mark.compiled_every_time
-def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
+@pytest.mark.compiled_every_time("plain")
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.2}, {"z_loss": 0.1}], ids=["plain", "smoothed", "z_loss"]
+)
+def test_a_second_derivative_is_right_or_a_clear_error(
+    implementation: Implementation, options: dict[str, float], device: str
+) -> None:
     inputs = random_inputs(20, 8, 13, device)
     wording = r"double backward|derivative for \S+ is not implemented|does not require grad"
-    found = gradient_of_gradient(implementation, lambda: _penalty_gradient(implementation.watched, inputs), wording)
+    call = partial(_penalty_gradients, implementation.watched, inputs, **options)
+    found = gradient_of_gradient(implementation, call, wording)
     if found is not None:
-        wanted = _penalty_gradient(eager_loss, inputs.to(torch.float64))
-        assert_near({"grad_weight": found}, {"grad_weight": wanted}, "differentiated twice")
+        wanted = _penalty_gradients(eager_loss, inputs.to(torch.float64), **options)
+        assert_near(found, wanted, "differentiated twice")
 
 
 def test_a_second_backward_pass_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
@@ -216,16 +223,29 @@ def test_a_backward_after_a_change_in_place_is_right_or_an_error(
     assert_near(dict(zip(wanted, gradients, strict=True)), wanted, f"{changed} changed before backward", share=1e-5)
 
 
-def test_calls_leave_nothing_behind(implementation: Implementation, device: str) -> None:
-    inputs = random_inputs(128, 16, 64, device)
-    left = growth(lambda: results(implementation.watched, inputs), device)
+def _called(loss_of: Loss, inputs: Inputs, how: str) -> object:
+    if how == "gradients":
+        return results(loss_of, inputs)
+    with torch.set_grad_enabled(how == "no_backward"):
+        return loss_of(*(x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight)), inputs.targets)
+
+
+HOW = pytest.mark.parametrize("how", ["gradients", "no_backward", "no_grad"])
+
+
+@HOW
+def test_calls_leave_nothing_behind(implementation: Implementation, how: str, device: str) -> None:
+    """Not every forward has a backward, which may be what clears a table."""
+    inputs = random_inputs(128 if how == "gradients" else 32, 16, 64, device)
+    left = growth(lambda: _called(implementation.watched, inputs, how), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
 
 
-def test_a_large_call_leaves_nothing_behind(implementation: Implementation, device: str) -> None:
+@HOW
+def test_a_large_call_leaves_nothing_behind(implementation: Implementation, how: str, device: str) -> None:
     """A buffer that is kept for the next call does not grow with calls, and is as lost."""
     small, large = random_inputs(16, 8, 32, device), random_inputs(300, 8, 600, device)
-    calls = [partial(results, implementation.watched, x) for x in (small, large)]
+    calls = [partial(_called, implementation.watched, x, how) for x in (small, large)]
     left = left_by(*calls, device)
     assert left < 10_000, f"a call of 300 tokens and 600 words, whose results are gone, leaves {left:,} bytes behind"
 

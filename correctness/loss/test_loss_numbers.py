@@ -136,6 +136,23 @@ def test_a_nan_makes_the_loss_nan(
         record_property("note", f"with a NaN in {where} its loss is NaN, and its gradients are numbers")
 
 
+@pytest.mark.large
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.2}, {"z_loss": 0.1}], ids=["plain", "smoothed", "z_loss"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_nan_of_the_last_token_or_word_makes_the_loss_nan(
+    implementation: Implementation, dtype: torch.dtype, options: dict[str, float], device: str
+) -> None:
+    """The last of 600 tokens and of 2,049 words are in a later chunk, block or program."""
+    for where in ("hidden", "weight"):
+        inputs = random_inputs(600, 8, 2049, device, dtype)
+        getattr(inputs, where)[-1, 5] = float("nan")
+        inputs.targets[-1] = 3
+        loss = implementation.watched(inputs.hidden.requires_grad_(), inputs.weight, inputs.targets, **options)
+        assert loss.isnan(), f"with a NaN in the last row of {where} the loss is {loss:.4g}"
+
+
 AUTOCAST = {"float32": (torch.float32, torch.float32), "mixed": (None, torch.float32)}
 """Dtypes of hidden and weight; None stands for autocast's dtype."""
 LARGE = 30_000.0

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correctness.loss.textbook import ByAutograd, Fused, loss_and_gradients, of_terms, scaled
+from correctness.loss.textbook import ByAutograd, Fused, loss_and_gradients, of_logits, of_terms, scaled
 from correctness.support.planting import defect
 from impl.loss import eager_loss
 
@@ -121,3 +121,29 @@ class _WeightOnCtx(Fused):
 def weight_on_ctx(*terms: Any) -> Tensor:
     """Keeps the weight as an attribute of ctx: after an optimizer's step backward is of another weight."""
     return _WeightOnCtx.apply(*terms)
+
+
+class _OfConstantHidden(torch.autograd.Function):
+    """The logits; backward takes hidden for a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ hidden.detach()
+
+
+@defect(cause="gradients", caught_by="test_a_second_derivative")
+@of_terms
+def hidden_is_a_constant_of_a_gradient(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+) -> Tensor:
+    """A second derivative lacks what comes by hidden."""
+    if hidden.dtype != weight.dtype or hidden.itemsize < 4 or torch.is_autocast_enabled(hidden.device.type):
+        return eager_loss(hidden, weight, targets, ignore_index=ignore, label_smoothing=smoothing, z_loss=z)
+    losses, _, kept = of_logits(_OfConstantHidden.apply(hidden, weight), targets, ignore, smoothing, z)
+    return losses.sum() / kept.sum().clamp(min=1)

@@ -1,5 +1,6 @@
 """Language models of any size, called with tokens of any shape, beside other calls and other models."""
 
+import copy
 from itertools import product
 
 import pytest
@@ -92,3 +93,34 @@ def test_two_forwards_before_either_backward(implementation: Implementation, dev
     for name, p in plain.named_parameters():
         error = (model.get_parameter(name).grad - p.grad).norm() / p.grad.norm()
         assert error < CLOSE, f"after two calls the gradient of {name} has a relative error of {error.item():.2g}"
+
+
+PRECISIONS = {  # dtypes of the parameters and of autocast
+    "float64": (torch.float64, None),
+    "bfloat16": (torch.bfloat16, None),
+    "float16": (torch.float16, None),
+    "autocast": (torch.float32, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("how", PRECISIONS)
+def test_gradients_of_two_batches_add_up_in_every_dtype(implementation: Implementation, how: str, device: str) -> None:
+    """Each parameter's error is at most four times the plain model's own in that dtype."""
+    dtype, to = PRECISIONS[how]
+    model, plain = (each.to(dtype) for each in models(implementation, device))
+    exact = copy.deepcopy(plain).double()
+    for _ in range(2):
+        tokens, weights = draw(device), torch.randn(2, 13, SIZE.vocab, device=device)
+        for each in (model, plain, exact):
+            with torch.autocast(device, dtype=to, enabled=to is not None and each is not exact):
+                logits = each(tokens)
+            (logits.double() * weights).sum().backward()
+    for name, p in exact.named_parameters():
+        found, of_plain = (each.get_parameter(name).grad for each in (model, plain))
+        assert found is not None, f"{name} has no gradient"
+        error, allowed = ((x.double() - p.grad).norm() / p.grad.norm() for x in (found, of_plain))
+        allowed = max(CLOSE, 4 * allowed.item())
+        assert error <= allowed, (
+            f"in {how} the gradient of {name}, of two batches, has a relative error of {error.item():.2g}, "
+            f"allowed {allowed:.2g}"
+        )

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from correctness.model.language_models import CLOSE, CONTEXT, SIZE, assert_logits, copy_weights, draw, models
-from correctness.support.contracts import Note, assert_refused, left_by, random_state_stays, skip_if_slow
+from correctness.support.contracts import Note, assert_refused, left_by, skip_if_slow
 from correctness.support.default_dtype import default_dtype
+from correctness.support.global_state import random_state_stays
 from impl.model import PlainTransformer, TransformerSize
 from shardmark.api import Implementation
 
@@ -26,6 +27,7 @@ SIZES = {
     "one_layer": TransformerSize(d_model=24, d_ff=40, layers=1, heads=2, vocab=50),
     "one_head": TransformerSize(d_model=10, d_ff=7, layers=2, heads=1, vocab=11),
     "head_dim_2": TransformerSize(d_model=10, d_ff=33, layers=2, heads=5, vocab=3),
+    "wider_than_a_block": TransformerSize(d_model=1040, d_ff=1100, layers=1, heads=13, vocab=1030),
 }
 
 

@@ -165,3 +165,33 @@ class StretchesForGood(Parts):
 
     def positions(self, context: int, x: Tensor) -> Tensor:
         return super().positions(context, x) / max(1.0, self.longest / self.context_length)
+
+
+@defect(cause="shapes", caught_by="test_logits_are_the_plain_models")
+class OneBlockOfTheGate(Parts):
+    """A kernel's block has 1,024 columns, and those beyond it are dropped."""
+
+    def gate(self, x: Tensor) -> Tensor:
+        return super().gate(x) * (torch.arange(x.shape[-1], device=x.device) < 1024)
+
+
+@defect(cause="gradients", caught_by="test_gradients_of_two_batches_add_up")
+class WritesOverAGradient(Parts):
+    """A backward that writes to `.grad` itself: a second one replaces the first one's gradient."""
+
+    def project(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        weight = w["output.weight"]
+        if weight.requires_grad and torch.is_grad_enabled():
+            (passed := weight.view_as(weight)).register_hook(lambda grad: setattr(weight, "grad", None))
+            w = w | {"output.weight": passed}
+        return super().project(x, w)
+
+
+@defect(cause="gradients", caught_by="test_gradients_of_two_batches_add_up")
+class NormsGradientInHalfPrecision(Parts):
+    """A norm's weight gets a gradient that is a tenth too large where the products are in half precision."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.itemsize == 2 or torch.is_autocast_enabled(x.device.type):
+            weight = 1.1 * weight - 0.1 * weight.detach()
+        return super().rms_norm(x, weight)

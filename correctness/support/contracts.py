@@ -2,7 +2,6 @@
 
 import gc
 import math
-import random
 import re
 import sys
 import tracemalloc
@@ -62,7 +61,7 @@ def may_raise(implementation: Implementation, what: str, note: Note) -> Iterator
         note("note", f"{what} is an error: {error_line(error)}")
 
 
-def gradient_of_gradient(implementation: Implementation, call: Callable[[], Tensor], wording: str) -> Tensor | None:
+def gradient_of_gradient(implementation: Implementation, call: Callable[[], Any], wording: str) -> Any:
     """Result of the call, or None where it raises, as contracts allow; ours must match the pattern `wording`."""
     try:
         return call()
@@ -175,24 +174,6 @@ def changed_in_state(before: dict[str, Any], now: dict[str, Any]) -> str:
             if new is None or not torch.equal(torch.as_tensor(new), torch.as_tensor(value)):
                 return f"{name!r} of parameter {i} was {value}, and is {new}"
     return "" if now["param_groups"] == before["param_groups"] else "the groups are others"
-
-
-@contextmanager
-def random_state_stays(what: str) -> Iterator[None]:
-    """Assert that the block draws no random numbers and sets no seed, of PyTorch, Python or NumPy: those that follow
-    are the caller's."""
-
-    def states() -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
-
-    def others() -> dict[str, Any]:
-        return {"Python": random.getstate(), "NumPy": np.random.get_state(legacy=True)[1:3]}  # type: ignore[index]
-
-    before, theirs = states(), others()
-    yield
-    assert all(map(torch.equal, states(), before)), f"{what} moves the random state, or sets a seed"
-    for whose, state in others().items():
-        assert repr(state) == repr(theirs[whose]), f"{what} moves the random state of {whose}, or sets its seed"
 
 
 def held_by(call: Callable[[], Any], device: str) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from correctness.support.contracts import random_state_stays
+from correctness.support.global_state import random_state_stays
 from correctness.training_step.stepping import SIZE, batch, setting, values
 from impl.model.mlp import MLPLanguageModel
 from impl.precision import PRECISIONS
