@@ -23,7 +23,8 @@ from correctness.checkpointing.models import (
     loss_of,
     transformer,
 )
-from correctness.support.contracts import Note, assert_refused, random_state_stays
+from correctness.support.contracts import Note, assert_refused
+from correctness.support.global_state import random_state_stays
 from correctness.support.own_model import OWN, assert_as_in_one_process, optimizer_of, own_model, train
 from impl.checkpointing.contract import claims_to_save
 from impl.training_step.workload import checkpointed

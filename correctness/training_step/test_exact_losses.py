@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from correctness.support.contracts import random_state_stays
+from correctness.support.global_state import random_state_stays
 from correctness.training_step.models import Table
 from correctness.training_step.stepping import assert_loss, relative_error
 from impl.optim import AdamW
