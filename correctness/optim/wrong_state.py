@@ -200,7 +200,7 @@ class RoundsByBits(Master):
 
 @defect(cause="numerics", caught_by="test_what_is_not_finite_is_rounded_too")
 class Saturates(Master):
-    """What is beyond float16 becomes its largest number: a training that has diverged goes on."""
+    """A weight beyond float16 becomes its largest number: a training that has diverged goes on."""
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         super().move(p, grad, state, group, t)

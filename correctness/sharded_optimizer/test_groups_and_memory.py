@@ -103,7 +103,7 @@ class Division:
 
     @property
     def bytes_of_each(self) -> list[int]:
-        """Of each trainable parameter."""
+        """Sizes of the trainable parameters."""
         return [p.nbytes for p in self.parameters("cpu")[self.frozen :]]
 
     @property

@@ -13,6 +13,11 @@ from impl.optim.base import MASTER, MasterWeights
 from shardmark.api import Race, register
 
 
+def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """torch gives hooks to the step of each class of which an optimizer is made: this one's own runs them already."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined, no-any-return]
+
+
 class _TorchAdamW(MasterWeights, torch.optim.AdamW):
     """`torch.optim.AdamW`, with an option `master_weights` that torch does not have.
 
@@ -43,7 +48,7 @@ class _TorchAdamW(MasterWeights, torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = super().step(closure)
+        loss = _without_hooks(torch.optim.AdamW.step)(self, closure)
         updated = [
             (p, self.state[p][MASTER])
             for group in self.param_groups
