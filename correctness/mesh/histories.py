@@ -48,6 +48,8 @@ class History:
     """Has parameters that no forward pass uses."""
     frozen: frozenset[int]
     """Numbers of the parameters that are frozen."""
+    half_frozen: bool
+    """The embedding and the first half of the layers are frozen too; but with stages, a norm."""
     bad_embedding: bool
     """That of token `BAD` is NaN. Only steps that are not finite read it."""
     adam: bool
@@ -63,6 +65,7 @@ class History:
             *[f"{size.experts} experts"] * bool(size.experts),
         ]
         words += ["unused parameters"] * self.spare + ["an embedding that is not finite"] * self.bad_embedding
+        words += ["the embedding and the first half of the layers frozen"] * self.half_frozen
         words += ["AdamW" if self.adam else "SGD", f"max_norm {self.max_norm:g}"]
         words += [f"parameters {', '.join(map(str, sorted(self.frozen)))} frozen"] * bool(self.frozen)
         return ", ".join(words)
@@ -97,7 +100,8 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
     frozen = draw(st.frozensets(st.integers(0, 30), max_size=6)) if draw(one_in(2)) else frozenset()
     adam, max_norm = draw(st.booleans()), draw(st.sampled_from([1.0, 0.01, 0.2, 100.0]))
     last = Event("step", draw(st.integers(0, STEPS - 1)))
-    return History(mesh, size, draw(one_in(4)), frozen, bad, adam, max_norm, [*events, last])
+    spare, half = draw(one_in(4)), draw(one_in(4))
+    return History(mesh, size, spare, frozen, half, bad, adam, max_norm, [*events, last])
 
 
 def model_of(history: History, device: str) -> Decoder:
@@ -107,6 +111,11 @@ def model_of(history: History, device: str) -> Decoder:
         model = in_float64((WithASpare if history.spare else Decoder)(history.size))
     for number, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(number not in history.frozen)
+    if history.half_frozen:
+        half = model.layers[: history.size.layers // 2].requires_grad_(False)
+        model.tok_embeddings.requires_grad_(False)
+        if "pp" in history.mesh.sizes:  # an optimizer takes no empty list
+            half[-1].ffn_norm.requires_grad_(True)
     return (with_a_bad_embedding(model) if history.bad_embedding else model).to(device)
 
 

@@ -28,8 +28,16 @@ pytestmark = pytest.mark.family("mesh")
 @pytest.mark.meshes("dp=2", "shard=2", "tp=2", "cp=2")
 @pytest.mark.parametrize("use", USES)
 def test_a_model_is_used_as_one_process_uses_it(
-    implementation: Implementation, mesh: Mesh, use: str, worlds: WorldsBySize, device: str
+    implementation: Implementation,
+    mesh: Mesh,
+    use: str,
+    worlds: WorldsBySize,
+    device: str,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if use == "inference mode" and implementation.spec == "library" and "tp" not in mesh.sizes:
+        why = "FSDP2 gathers into what inference mode made: docs/pytorch-defects.md"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     if makes_trainer(implementation.target):
         raise NotAsked("a trainer has passes of its own: asked of parallelize(model, mesh)")
     expected = used_in_one_process(mesh.row_groups, use)

@@ -41,6 +41,8 @@ class Kind:
     size: DecoderSize = field(default_factory=DecoderSize)
     of: type[Decoder] = Decoder
     frozen: tuple[str, ...] = ()
+    output_scale: float = 1.0
+    """Factor of the output's weight: exponentials of logits in the thousands overflow."""
     steps: int = 6
     adam: bool = False
     """AdamW, whose step hides a factor of the gradients; otherwise SGD with momentum, whose step does not."""
@@ -53,6 +55,7 @@ KINDS = {
     "frozen_and_unused": Kind(
         of=WithASpare,
         frozen=("tok_embeddings.weight", "layers.0.feed_forward.w1.weight", "layers.1.ffn_norm.weight"),
+        output_scale=3000.0,
         adam=True,
     ),
 }
@@ -64,6 +67,7 @@ def model_of(kind: str, device: str) -> Decoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = in_float64(chosen.of(chosen.size))
+    model.output.weight.data.mul_(chosen.output_scale)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in chosen.frozen)
     return model.to(device)

@@ -49,6 +49,21 @@ def _twice(model: Any, batch: Batch) -> Tensor:
     return token_losses(model, batch) + 2 * token_losses(model, _other(batch, 1))
 
 
+def _after_inference(model: Any, batch: Batch) -> Tensor:
+    """The losses, behind those of other tokens under inference mode."""
+    with torch.inference_mode():
+        before = token_losses(model, _other(batch, 1))
+    return token_losses(model, batch) + before
+
+
+def _with_a_metric(model: Any, batch: Batch) -> Tensor:
+    """The losses between passes on other tokens, which could have had gradients, and have no backward pass."""
+    before = token_losses(model, _other(batch, 1)).detach()
+    losses = token_losses(model, batch)
+    after = token_losses(model, _other(batch, 2)).detach()
+    return losses + before + 2 * after
+
+
 def _in_eval_mode(model: Any, batch: Batch) -> Tensor:
     """A pass of the model in eval mode, whose gradients are asked for nonetheless."""
     model.eval()
@@ -60,6 +75,8 @@ def _in_eval_mode(model: Any, batch: Batch) -> Tensor:
 USES = {
     "passes without gradients": Objective(_evaluated, token_count),
     "two passes before a backward pass": Objective(_twice, token_count),
+    "inference mode": Objective(_after_inference, token_count),
+    "passes without a backward pass": Objective(_with_a_metric, token_count),
     "eval mode": Objective(_in_eval_mode, token_count),
 }
 

@@ -25,6 +25,18 @@ class MeanOfMeans(Manual):
         return losses / self.count(batch).clamp(min=1) / len(batches) / self.data_ranks()
 
 
+@defect(cause="numerics", caught_by="tp2-frozen_and_unused]")
+class SubtractsNothing(Manual):
+    """Exponentials of the logits as they are: those above 709 overflow, in float64."""
+
+    def vocabulary_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        group, first = self.group("tp"), self.rank("tp") * logits.shape[1]
+        own = (targets >= first) & (targets < first + logits.shape[1])
+        picked = logits.gather(1, torch.where(own, targets - first, 0)[:, None]).squeeze(1)
+        losses = SumForward.apply(logits.exp().sum(1), group).log() - self.correct(picked, own)
+        return losses.masked_fill(targets == IGNORED, 0).sum()
+
+
 @defect(cause="gradients", caught_by="tp2-plain]")
 class MeanOfMicroBatches(Manual):
     """huggingface/transformers#34191: the means of micro-batches are divided by their number."""

@@ -17,7 +17,9 @@ from correctness.mesh.manual import Manual
 from correctness.mesh.operators import Group
 from correctness.support.planting import defect
 from impl.mesh import MeshTrainer, torch_parallel
-from impl.mesh.decoder import Batch
+from impl.mesh.decoder import Batch, Decoder
+from impl.mesh.replicated import replicated
+from shardmark.api import find_blocks
 
 
 @defect(cause="subgroup", caught_by="test_a_mesh_may_be_a_slice_of_a_larger_one")
@@ -130,6 +132,56 @@ class _CountsPasses(nn.Module):
             if parameter.grad is not None and single:
                 for group in self.groups:
                     dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
+
+
+@defect(cause="two calls", caught_by="test_a_model_is_used_as_one_process_uses_it")
+def averaging_behind_every_pass(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Gradients are averaged behind the backward pass of every pass in grad mode, of which one may have none."""
+    return _AwaitsPasses(model, mesh)
+
+
+class _AwaitsPasses(_CountsPasses):
+    def forward(self, *args: Any) -> Tensor:
+        out: Tensor = self.module(*args)
+        if out.requires_grad:
+            self.passes += 1
+            out.register_hook(self.came_back)
+        return out
+
+    def came_back(self, gradient: Tensor) -> None:
+        self.passes -= 1
+
+    def finish_gradient_synchronization(self) -> None:
+        self.passes += 1  # one, where none is awaited
+        super().finish_gradient_synchronization()
+
+
+@defect(cause="state", caught_by="test_a_model_is_used_as_one_process_uses_it")
+def caching_positions(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Dao-AILab/flash-attention#299: a table is made in the first pass, and kept; made under inference mode, it cannot
+    be saved for backward."""
+    assert isinstance(model, Decoder)
+    model.norm.register_forward_pre_hook(_scaled_by_a_table)
+    return replicated(model, mesh)
+
+
+def _scaled_by_a_table(norm: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    (x,) = inputs
+    return x * norm.__dict__.setdefault("table", torch.ones_like(x[0, 0].detach()))
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_that_of_one_process")
+def hooking_each_output(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Each layer's output gets a hook in training, which it cannot have where that layer and all before are frozen."""
+    made = torch_parallel(model, mesh)
+    for block in find_blocks(made):
+        block.register_forward_hook(_hook_output)
+    return made
+
+
+def _hook_output(block: nn.Module, inputs: object, out: Tensor) -> None:
+    if torch.is_grad_enabled():
+        out.register_hook(torch.clone)
 
 
 @defect(cause="state", caught_by="test_any_history_is_that_of_one_process")

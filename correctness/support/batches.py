@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 
 def packed(rows: int, context: int, random: torch.Generator) -> Tensor:
-    """Positions (rows, context) that begin again within each row, as where documents are packed."""
+    """Positions (rows, context) that begin again within each row, as where documents are packed; the first document of
+    a row may have begun in another one, so that its positions are of any numbers."""
     begins, positions = torch.randint(context, (rows, 1), generator=random), torch.arange(context).expand(rows, -1)
-    return torch.where(positions < begins, positions, positions - begins)
+    offsets = begins * 37 % 5 * context
+    return torch.where(positions < begins, positions + offsets, positions - begins)
 
 
 @contextmanager

@@ -72,16 +72,23 @@ def logits_in_one_process(kind: str) -> Called:
 
 
 def two_calls_on_rank(implementation: Implementation, mesh: Mesh, device: str, late: bool = False) -> Called:
-    """Two forward passes before their backward passes, of which the last is the first; with `late`, one rank begins
-    each collective late."""
+    """Two forward passes before their backward passes, of which the last is the first; evaluations come before and
+    between them. With `late`, one rank begins each collective late."""
     model = parallel(implementation, mesh, "even", device)
     given = [_batch("even", step, device) for step in STEPS]
     with left_as_they_are(given), delayed(before=0.02 if late else 0.0, on=0):
+        _evaluate(model, given[0])
         first, second = (model(*batch) for batch in given)
+        _evaluate(model, given[1])
         second.backward()
         (2 * first).backward()
     results = {"the first loss": first.detach().cpu(), "the second loss": second.detach().cpu()}
     return Called(results, _gradients(model))
+
+
+def _evaluate(model: nn.Module, batch: Batch) -> None:
+    with torch.inference_mode():
+        model(*batch)
 
 
 @cache
@@ -99,6 +106,7 @@ def autocast_on_rank(implementation: Implementation, mesh: Mesh, device: str) ->
     model = implementation.watched(model_of("biases", device).float(), on["tp"])
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         loss = model(*_batch("biases", 1, device))
+    assert loss.dtype == torch.float32, f"the loss is {loss.dtype}: a half has no digits for a sum"
     loss.backward()
     return Called({"the loss": loss.detach().cpu()}, _gradients(model))
 

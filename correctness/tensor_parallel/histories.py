@@ -17,7 +17,7 @@ from correctness.engine import beside
 from correctness.engine.histories import events_of, one_in
 from correctness.engine.histories_on_ranks import Alike
 from correctness.support.batches import left_as_they_are, packed
-from correctness.tensor_parallel.training import weighted
+from correctness.tensor_parallel.training import LARGE, weighted
 from impl.distributed import full, local
 from impl.mesh import Decoder, DecoderSize
 from impl.mesh.decoder import IGNORED, Batch, losses_of
@@ -50,6 +50,8 @@ class History:
     """Numbers of the parameters that are frozen from the start."""
     uneven: bool
     """Whether the ranks divide neither sizes nor contexts."""
+    output_scale: float
+    """Factor of the output's weight; steps are so much smaller."""
     events: list[Event]
 
     def __str__(self) -> str:
@@ -59,6 +61,7 @@ class History:
         words += ["tied embeddings"] * size.tied + ["fused products"] * size.fused
         words += [f"biases of {', '.join(sorted(self.biases))}"] * bool(self.biases)
         words += [f"parameters {', '.join(map(str, self.frozen))} frozen"] * bool(self.frozen)
+        words += ["logits in the thousands"] * (self.output_scale > 1)
         return ", ".join(words)
 
 
@@ -85,6 +88,7 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
     linear = ["w1", "w2", "w3", "wo", "output", *(["wqkv"] if size.fused else ["wq", "wk", "wv"])]
     biases = draw(st.frozensets(st.sampled_from(linear))) if not usual and draw(one_in(2)) else frozenset()
     frozen = tuple(draw(st.lists(st.integers(0, 30), max_size=6))) if not usual and draw(one_in(2)) else ()
+    output_scale = LARGE if not size.tied and draw(one_in(4)) else 1.0
     waiting = 0
 
     def following() -> Event:
@@ -99,14 +103,15 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
 
     events = events_of(draw, draw(st.sampled_from([4, 6, 8, 10, 12])), following)
     last = [Event("losses", draw(st.integers(0, 255))), Event("backward"), Event("step"), Event("evaluate", 1)]
-    return History(mesh, size, biases, frozen, uneven, [*events, *last])
+    return History(mesh, size, biases, frozen, uneven, output_scale, [*events, *last])
 
 
 def model_of(history: History, device: str) -> Decoder:
     """The history's model in float64, with the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        model = weighted(Decoder(history.size), lambda name: name.rpartition(".")[2] in history.biases)
+        model = Decoder(history.size)
+        model = weighted(model, lambda name: name.rpartition(".")[2] in history.biases, history.output_scale)
     parameters = list(model.parameters())
     for number in history.frozen:
         parameters[number % len(parameters)].requires_grad_(False)
@@ -215,6 +220,7 @@ class Player(beside.ParametersChange):
                 grad = own.grad
                 if isinstance(grad, DTensor) and isinstance(own, DTensor):
                     grad = grad.redistribute(own.device_mesh, own.placements)
-                local(own.detach()).sub_(beside.RATE * local(grad))
-                right.detach().sub_(beside.RATE * right.grad)
+                rate = beside.RATE / self.history.output_scale
+                local(own.detach()).sub_(rate * local(grad))
+                right.detach().sub_(rate * right.grad)
             self.differ(f"the parameter {name}", full(own.detach()), right.detach())

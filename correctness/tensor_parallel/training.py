@@ -28,6 +28,9 @@ FIRST_STEPS = 4
 EVEN = DecoderSize(dim=48, heads=24, kv_heads=12, hidden=48, vocabulary=48)
 """Sizes that two, three and four ranks divide."""
 
+LARGE = 3000.0
+"""Factor by which logits are in the thousands."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -41,6 +44,8 @@ class Kind:
     steps: int = FIRST_STEPS
     context: int = 12
     """Tokens of a row, or twice as many."""
+    output_scale: float = 1.0
+    """Factor of the output's weight: exponentials of logits in the thousands overflow."""
 
 
 def _sized(**changes: Any) -> DecoderSize:
@@ -50,9 +55,9 @@ def _sized(**changes: Any) -> DecoderSize:
 KINDS = {
     "even": Kind(steps=20),
     "sizes_that_do_not_divide": Kind(_sized(hidden=50, vocabulary=53), context=7),
-    "few_kv_heads": Kind(_sized(kv_heads=3), biases=True, context=9),
+    "few_kv_heads": Kind(_sized(kv_heads=3), biases=True, context=6),
     "tied": Kind(_sized(tied=True)),
-    "fused": Kind(_sized(fused=True), biases=True),
+    "fused": Kind(_sized(fused=True), biases=True, output_scale=LARGE),
     "biases": Kind(
         biases=True,
         frozen=(
@@ -75,17 +80,19 @@ def model_of(kind: str, device: str) -> Decoder:
     chosen = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = weighted(Decoder(chosen.size), lambda name: chosen.biases)
+        model = weighted(Decoder(chosen.size), lambda name: chosen.biases, chosen.output_scale)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in chosen.frozen)
     return model.to(device)
 
 
-def weighted(model: Decoder, has_bias: Callable[[str], bool]) -> Decoder:
-    """The model, as `in_float64` makes it, with a bias in each linear layer of which `has_bias(name)` is true."""
+def weighted(model: Decoder, has_bias: Callable[[str], bool], output_scale: float) -> Decoder:
+    """The model, as `in_float64` makes it, with a bias in each linear layer of which `has_bias(name)` is true, and an
+    output's weight that is scaled."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and has_bias(name):
             module.bias = nn.Parameter(torch.empty(module.out_features))
+    model.output.weight.data.mul_(output_scale)
     return in_float64(model)
 
 

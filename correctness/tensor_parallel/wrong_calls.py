@@ -34,6 +34,33 @@ class KeepsTheFirstContext(Planted):
         return super().forward(tokens, positions + table, targets)
 
 
+@defect(cause="state", caught_by="test_two_calls_before_their_backward_passes[KeepsATableOfInference-tp2-at_once")
+class KeepsATableOfInference(Planted):
+    """Dao-AILab/flash-attention#299: a table is made in the first call, and kept; made under inference mode, it cannot
+    be saved for backward."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        table = self.__dict__.setdefault("table", torch.ones(logits.shape[1], dtype=logits.dtype, device=logits.device))
+        return super().losses(logits * table, targets)
+
+
+@defect(cause="numerics", caught_by="test_autocast_is_as_near_as_in_one_process[ReturnsAHalf")
+class ReturnsAHalf(Planted):
+    """The loss is in the dtype of autocast's products."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss, kind = super().losses(logits, targets), logits.device.type
+        return loss.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else loss
+
+
+@defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[ClampsPositions-tp2-even")
+class ClampsPositions(Planted):
+    """A table of rotary angles has an entry for each position of a row, and positions behind take the last."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        return super().forward(tokens, positions.clamp(max=tokens.shape[1] - 1), targets)
+
+
 class _OfFrozenWeights(Plain):
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super().row(x, weight, bias if bias is None or weight.requires_grad else bias.detach())

@@ -55,6 +55,14 @@ class TakesItsOwnLargest(BySteps):
         return logits.detach().amax(1)
 
 
+@defect(cause="numerics", caught_by="test_steps_are_those_of_one_process[SubtractsNothing-tp2-fused")
+class SubtractsNothing(BySteps):
+    """Exponentials of the logits as they are: those above 709 overflow, in float64."""
+
+    def largest(self, logits: Tensor) -> Tensor:
+        return logits.new_zeros(len(logits))
+
+
 @defect(cause="masks", caught_by="test_steps_are_those_of_one_process[CountsIgnoredTargets-tp2-even")
 class CountsIgnoredTargets(BySteps):
     """deepspeedai/DeepSpeed#6882: a loss by parts of the vocabulary takes targets that are to be ignored as any."""

@@ -39,7 +39,7 @@ class Trainer(Protocol):
     `finish_gradient_synchronization()` if the module has it, each gradient is the average over the ranks with tokens of
     their own (along dp, shard, cp), and ranks agree on which there are. Gradients of a pass in `no_sync()`, or after
     `set_requires_gradient_sync(False)`, may stay on their rank until the next pass without. Forward passes may come
-    without a backward pass, or several before one.
+    without a backward pass, also under `torch.inference_mode()`, or several before one.
 
     Must, of `make`: gradients are clipped to `max_norm` by their 2-norm, in which every parameter counts once, as
     `torch.nn.utils.clip_grad_norm_` does; a step whose norm is not finite changes nothing on any rank.

@@ -47,6 +47,8 @@ class Pipeline(Protocol):
       those that it was given, and the next one may use only some. The loss is given what the last one returned.
     - Raise an error of a stage on its rank, and leave nothing of a step but gradients.
 
+    Stages that change their input in place are not asked.
+
     Either may refuse numbers of ranks and micro-batches as `Unsupported`, and `unequal`.
     """
 
@@ -55,7 +57,8 @@ class Pipeline(Protocol):
 
     def step(self, inputs: Sequence[Tensors], targets: Sequence[Any]) -> Tensor | float:
         """Pass all micro-batches through the stages and back. All ranks of the group have the same inputs, of which
-        each is a tuple of tensors (rows, ...), and the same targets. Returns the sum of the losses."""
+        each is a tuple of tensors (rows, ...), and the same targets, tensors (rows, ...) too. Returns the sum of the
+        losses."""
         ...
 
 

@@ -24,9 +24,10 @@ class LossByTorch(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, mesh: DeviceMesh, columns: int) -> Tensor:
         shape = torch.Size((*logits.shape[:-1], columns))
         stride = (shape[1] * columns, columns, 1)
-        with torch.enable_grad(), loss_parallel():
+        with torch.inference_mode(False), torch.enable_grad(), loss_parallel():  # which dispatches by autograd
+            own = logits.clone() if logits.is_inference() else logits.detach()
             every: Any = DTensor.from_local(
-                logits.detach(), mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
+                own, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
             ).requires_grad_()
             loss: Any = cross_entropy(every.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
             (gradient,) = torch.autograd.grad(loss, every)
