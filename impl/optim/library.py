@@ -15,7 +15,7 @@ from shardmark.api import Race, register
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """torch gives hooks to the step of each class of which an optimizer is made: this one's own runs them already."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined, no-any-return]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 class _TorchAdamW(MasterWeights, torch.optim.AdamW):
