@@ -19,7 +19,7 @@ from correctness.support.contracts import (
     is_ours,
     left_by,
 )
-from correctness.support.global_state import random_state_stays
+from correctness.support.global_state import global_state_stays
 from impl.attention import Attention, eager_attention
 from shardmark.api import Implementation, Unsupported
 
@@ -40,7 +40,7 @@ def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: s
     for is_causal in (True, False):
         inputs = _inputs(device)
         before = {name: x.clone() for name, x in zip(NAMES, inputs, strict=True)}
-        with random_state_stays("forward or backward"):
+        with global_state_stays("forward or backward"):
             results(implementation.watched, inputs, is_causal)
         assert_unchanged(before, dict(zip(NAMES, inputs, strict=True)), "after forward and backward")
 

@@ -24,7 +24,7 @@ from correctness.checkpointing.models import (
     transformer,
 )
 from correctness.support.contracts import Note, assert_refused
-from correctness.support.global_state import random_state_stays
+from correctness.support.global_state import global_state_stays
 from correctness.support.own_model import OWN, assert_as_in_one_process, optimizer_of, own_model, train
 from impl.checkpointing.contract import claims_to_save
 from impl.training_step.workload import checkpointed
@@ -213,7 +213,7 @@ def test_dropout_drops_the_same_again(implementation: Implementation, born: str,
         torch.manual_seed(1)
         losses = [loss_of(model, x) for _ in range(2)]
         _ = torch.rand(5, device=device), random.random(), np.random.rand()
-        with random_state_stays("backward"):
+        with global_state_stays("backward"):
             for i, loss in enumerate(losses):
                 (loss / (1 + i)).backward()
         return gradients_of(model)

@@ -216,6 +216,10 @@ def counts_gradients_of_masks(model: nn.Module) -> nn.Module:
                     leaves[i] = x
             return tree_unflatten(leaves, form)
 
+        return run
+
+    return wrapped(model, wrap)
+
 
 @defect(cause="state", caught_by="test_any_history_is_to_the_bit")
 def makes_its_tensor_in_the_first_call(model: nn.Module) -> nn.Module:

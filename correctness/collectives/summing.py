@@ -12,11 +12,15 @@ Inputs = Callable[[int, int], Tensor]
 
 
 def small_integers(dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Draw integers so small that their sums are exact in every dtype."""
+    """Draw integers so small that their sums are exact in every dtype; without a sign, sums that need all its bits."""
+    low, high = -8, 8
+    if dtype == torch.uint8:
+        high = 256 // dist.get_world_size()
+        low = high // 2
 
     def draw(rank: int, elements: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
-        return torch.randint(-8, 8, (elements,), generator=generator).to(dtype)
+        return torch.randint(low, high, (elements,), generator=generator).to(dtype)
 
     return draw
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from correctness.data_parallel.averaging import wrap
-from correctness.support.global_state import random_state_stays
+from correctness.support.global_state import global_state_stays
 from correctness.support.on_ranks import on_every_rank
 from shardmark.api import Implementation
 
@@ -88,6 +88,6 @@ def test_every_rank_starts_with_rank_0s_to_the_bit(
 def test_the_random_state_is_the_callers(implementation: Implementation, device: str) -> list[str]:
     """Ranks seed their data and their dropout differently, before they wrap a module."""
     module = nn.Linear(3, 2).to(device)
-    with random_state_stays("wrapping a module"):
+    with global_state_stays("wrapping a module"):
         wrap(implementation, module)
     return []

@@ -61,7 +61,7 @@ def rows_far_apart(*tensors: Tensor) -> list[Tensor]:
         if first.device.type == "cpu":
             memory = torch.from_numpy(np.zeros(length, dtype=f"i{first.itemsize}")).view(first.dtype)
         else:
-            memory = torch.zeros(length, dtype=first.dtype, device=first.device)
+            memory = torch.empty(length, dtype=first.dtype, device=first.device)
     except (MemoryError, torch.OutOfMemoryError):
         pytest.skip(f"cannot map {length:,} elements")
     return [memory.as_strided(x.shape, (2**30, 1), 64 * i).copy_(x) for i, x in enumerate(tensors)]

@@ -27,7 +27,7 @@ from correctness.fsdp.checks import (
     whole_backward,
     wrap,
 )
-from correctness.support.global_state import random_state_stays
+from correctness.support.global_state import global_state_stays
 from correctness.support.own_model import (
     OWN,
     Trained,
@@ -68,7 +68,7 @@ def test_every_rank_starts_from_rank_0s_parameters(
 def test_the_random_state_is_the_callers(implementation: Implementation, device: str) -> str:
     """Ranks seed their data and their dropout differently, before they wrap a module."""
     module = make(Odd, 0, device)
-    with random_state_stays("wrapping a module"):
+    with global_state_stays("wrapping a module"):
         wrap(implementation, module)
     return ""
 

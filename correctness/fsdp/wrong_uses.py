@@ -148,7 +148,8 @@ class TakesTheFirstOfItsInputs(SmallFSDP):
 
 @defect(cause="memory", caught_by="test_after_a_step_only_shards_are_left")
 class WaitsForABackwardThatDoesNotCome(FullyShardedDataParallel):
-    """A unit stays whole until backward has come to it, also where nothing before it is trainable."""
+    """A unit that backward has not reached is whole behind it, as if backward were still to come: also where nothing
+    before the unit is trainable."""
 
     def _before_backward(self, unit: Unit, calls: Calls, gradient: Tensor) -> None:
         vars(self).setdefault("reached", set()).add(unit)

@@ -21,7 +21,7 @@ from correctness.support.contracts import (
     is_ours,
     left_by,
 )
-from correctness.support.global_state import random_state_stays
+from correctness.support.global_state import global_state_stays
 from impl.layers import OPERATIONS, EagerLayers
 from shardmark.api import Implementation
 
@@ -38,7 +38,7 @@ def test_leaves_arguments_and_gradients_as_they_are(
     inputs = random_inputs(operation, 7, 24, device)
     given = inputs.tensors | inputs.grads
     before = {name: x.clone() for name, x in given.items()}
-    with random_state_stays("forward or backward"):
+    with global_state_stays("forward or backward"):
         results(implementation.watched, inputs)
     assert_unchanged(before, given, "after forward and backward")
 

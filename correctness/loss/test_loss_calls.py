@@ -20,7 +20,7 @@ from correctness.support.contracts import (
     is_ours,
     left_by,
 )
-from correctness.support.global_state import random_state_stays
+from correctness.support.global_state import global_state_stays
 from impl.loss import Loss, eager_loss
 from shardmark.api import Implementation, Unsupported
 
@@ -38,7 +38,7 @@ def _exact(inputs: Inputs, **options: Any) -> dict[str, Tensor]:
 def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: str) -> None:
     inputs = random_inputs(40, 16, 31, device)
     before = {name: x.clone() for name, x in _tensors(inputs).items()}
-    with random_state_stays("forward or backward"):
+    with global_state_stays("forward or backward"):
         results(implementation.watched, inputs)
     assert_unchanged(before, _tensors(inputs), "after forward and backward")
 

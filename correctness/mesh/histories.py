@@ -49,7 +49,8 @@ class History:
     frozen: frozenset[int]
     """Numbers of the parameters that are frozen."""
     half_frozen: bool
-    """The embedding and the first half of the layers are frozen too; but with stages, a norm."""
+    """The embedding and the first half of the layers are frozen too. In stages the last frozen layer's `ffn_norm` stays
+    trainable, as a stage's optimizer needs a parameter."""
     bad_embedding: bool
     """That of token `BAD` is NaN. Only steps that are not finite read it."""
     adam: bool
@@ -65,7 +66,8 @@ class History:
             *[f"{size.experts} experts"] * bool(size.experts),
         ]
         words += ["unused parameters"] * self.spare + ["an embedding that is not finite"] * self.bad_embedding
-        words += ["the embedding and the first half of the layers frozen"] * self.half_frozen
+        but_a_norm = " but for a norm" * ("pp" in self.mesh.sizes)
+        words += [f"the embedding and the first half of the layers frozen{but_a_norm}"] * self.half_frozen
         words += ["AdamW" if self.adam else "SGD", f"max_norm {self.max_norm:g}"]
         words += [f"parameters {', '.join(map(str, sorted(self.frozen)))} frozen"] * bool(self.frozen)
         return ", ".join(words)

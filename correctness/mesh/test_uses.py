@@ -36,8 +36,8 @@ def test_a_model_is_used_as_one_process_uses_it(
     request: pytest.FixtureRequest,
 ) -> None:
     if use == "inference mode" and implementation.spec == "library" and "tp" not in mesh.sizes:
-        why = "FSDP2 gathers into what inference mode made: docs/pytorch-defects.md"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+        why = "FSDP2 keeps memory that inference mode made: docs/pytorch-defects.md"
+        request.applymarker(pytest.mark.xfail(reason=why))
     if makes_trainer(implementation.target):
         raise NotAsked("a trainer has passes of its own: asked of parallelize(model, mesh)")
     expected = used_in_one_process(mesh.row_groups, use)

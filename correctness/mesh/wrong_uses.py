@@ -157,7 +157,7 @@ class _AwaitsPasses(_CountsPasses):
 
 
 @defect(cause="state", caught_by="test_a_model_is_used_as_one_process_uses_it")
-def caching_positions(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def caching_a_table(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Dao-AILab/flash-attention#299: a table is made in the first pass, and kept; made under inference mode, it cannot
     be saved for backward."""
     assert isinstance(model, Decoder)
@@ -201,6 +201,6 @@ class ForgetsStateOfUnevenParts(MeshTrainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         for parameter, kept in self.optimizer.state.items():
-            if isinstance(parameter, DTensor) and len(parameter) % len(parameter.to_local()):
+            if isinstance(parameter, DTensor) and len(parameter) % parameter.device_mesh.size():
                 for value in kept.values():
                     value.zero_()

@@ -105,7 +105,8 @@ PRECISIONS = {  # dtypes of the parameters and of autocast
 
 @pytest.mark.parametrize("how", PRECISIONS)
 def test_gradients_of_two_batches_add_up_in_every_dtype(implementation: Implementation, how: str, device: str) -> None:
-    """Each parameter's error is at most four times the plain model's own in that dtype."""
+    """Each parameter's error is at most four times the plain model's own in that dtype, or one rounding where that is
+    exact by luck."""
     dtype, to = PRECISIONS[how]
     model, plain = (each.to(dtype) for each in models(implementation, device))
     exact = copy.deepcopy(plain).double()
@@ -119,7 +120,7 @@ def test_gradients_of_two_batches_add_up_in_every_dtype(implementation: Implemen
         found, of_plain = (each.get_parameter(name).grad for each in (model, plain))
         assert found is not None, f"{name} has no gradient"
         error, allowed = ((x.double() - p.grad).norm() / p.grad.norm() for x in (found, of_plain))
-        allowed = max(CLOSE, 4 * allowed.item())
+        allowed = max(CLOSE, 4 * allowed.item(), torch.finfo(to or dtype).eps)
         assert error <= allowed, (
             f"in {how} the gradient of {name}, of two batches, has a relative error of {error.item():.2g}, "
             f"allowed {allowed:.2g}"

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from correctness.model.language_models import CLOSE, CONTEXT, SIZE, assert_logits, copy_weights, draw, models
 from correctness.support.contracts import Note, assert_refused, left_by, skip_if_slow
 from correctness.support.default_dtype import default_dtype
-from correctness.support.global_state import random_state_stays
+from correctness.support.global_state import global_state_stays
 from impl.model import PlainTransformer, TransformerSize
 from shardmark.api import Implementation
 
@@ -175,7 +175,7 @@ def test_random_numbers_are_the_callers(implementation: Implementation, device: 
     assert not torch.equal(weights, others), "models made after torch.manual_seed(1) and (2) have equal weights"
     assert not torch.equal(after, others_after), "random numbers after making a model do not follow the caller's seed"
     tokens = draw(device)
-    with random_state_stays("a call of a model without dropout"):
+    with global_state_stays("a call of a model without dropout"):
         model(tokens)
 
 

@@ -65,13 +65,13 @@ def test_master_weights_round_to_nearest_and_ties_to_even(implementation: Implem
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_what_is_not_finite_is_rounded_too(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
-    """A NaN of any bits, as of 0x7fffffff on GPUs, which becomes -0 where integers are added to round; what is beyond
-    the dtype is infinite; and a gradient that is NaN reaches its own element."""
-    start = [torch.ones(8, device=device, dtype=dtype)]
+    """A NaN stays one whatever its bits: GPUs give 0x7fffffff, which becomes -0 where integers are added to round. A
+    number beyond the dtype becomes infinite, and a gradient that is NaN reaches its own element."""
+    start = [torch.ones(6, device=device, dtype=dtype)]
     optimizer = implementation.watched(leaves(start), lr=0.0, master_weights=True)
     (p,) = run(optimizer, [[torch.zeros_like(start[0])]])
     master = optimizer.state[p][MASTER]
-    master.copy_(torch.tensor([1.0, torch.nan, torch.nan, torch.inf, -torch.inf, 7e4, -3.4e38, 1.0]))
+    master.copy_(torch.tensor([1.0, torch.nan, torch.nan, 7e4, -3.4e38, 1.0]))
     master.view(torch.int32)[1] = 0x7FFFFFFF
     grad = torch.zeros_like(start[0])
     grad[0] = torch.nan

@@ -11,34 +11,35 @@ from torch import Tensor
 
 from shardmark.ranks.torch_settings import TORCH
 
-ANOTHER: dict[str, Callable[[Any], Any]] = {
+USUAL: dict[str, Callable[[Any], Any]] = {
     "the number of threads": lambda now: now + 1,
-    "the precision of float32 products": lambda now: "high" if now == "highest" else "highest",
-    "attention by flash": lambda now: not now,
+    "the precision of float32 products": lambda now: "highest",
+    "attention by flash": lambda now: True,
 }
-"""Another value than now of a setting, by its name in TORCH."""
+"""The value of a setting in a new process, by its name in TORCH; one thread more than now."""
 
 
 @contextmanager
 def settings_stay(what: str) -> Iterator[None]:
-    """Assert that the block leaves PyTorch's settings as they are. Some are others than before meanwhile, as an earlier
-    call may have set them for good."""
-    usual = {name: get() for name, (get, _) in TORCH.items()}
+    """Assert that the block leaves PyTorch's settings as they are. Some are the usual ones meanwhile, as an earlier
+    call may have changed them for good."""
+    before = {name: get() for name, (get, _) in TORCH.items()}
     try:
-        for name, another in ANOTHER.items():
-            TORCH[name][1](another(usual[name]))
+        for name, usual in USUAL.items():
+            TORCH[name][1](usual(before[name]))
         settings = {name: get() for name, (get, _) in TORCH.items()}
         yield
         for name, setting in settings.items():
             now = TORCH[name][0]()
             assert now == setting, f"{what} leaves {name} at {now}, which was {setting}"
     finally:
-        for name in ANOTHER:
-            TORCH[name][1](usual[name])
+        for name, (get, restore) in TORCH.items():
+            if get() != before[name]:
+                restore(before[name])
 
 
 @contextmanager
-def random_state_stays(what: str) -> Iterator[None]:
+def global_state_stays(what: str) -> Iterator[None]:
     """Assert that the block draws no random numbers and sets no seed, of PyTorch, Python or NumPy, and that it leaves
     PyTorch's settings as they are: those that follow are the caller's."""
 

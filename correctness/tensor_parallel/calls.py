@@ -106,7 +106,7 @@ def autocast_on_rank(implementation: Implementation, mesh: Mesh, device: str) ->
     model = implementation.watched(model_of("biases", device).float(), on["tp"])
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         loss = model(*_batch("biases", 1, device))
-    assert loss.dtype == torch.float32, f"the loss is {loss.dtype}: a half has no digits for a sum"
+    assert loss.dtype == torch.float32, f"the loss is {loss.dtype}: half precision is too coarse for a sum"
     loss.backward()
     return Called({"the loss": loss.detach().cpu()}, _gradients(model))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from correctness.support.global_state import random_state_stays
+from correctness.support.global_state import global_state_stays
 from correctness.training_step.models import Table
 from correctness.training_step.stepping import assert_loss, relative_error
 from impl.optim import AdamW
@@ -82,7 +82,7 @@ def test_gradients_are_of_the_losss_own_dropout(implementation: Implementation, 
     losses = [step.forward(tokens, targets) for _ in range(3)]
     assert len({loss.item() for loss in losses}) == 3, "three losses of a model with dropout in training mode are equal"
     for i in (1, 0, 2):
-        with random_state_stays("backward of a model with dropout"):
+        with global_state_stays("backward of a model with dropout"):
             step.backward(losses[i])
         assert model.rows.weight.grad is not None
         kept = model.rows.weight.grad[tokens] != 0

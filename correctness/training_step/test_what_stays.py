@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from correctness.support.global_state import random_state_stays
+from correctness.support.global_state import global_state_stays
 from correctness.training_step.stepping import SIZE, batch, setting, values
 from impl.model.mlp import MLPLanguageModel
 from impl.precision import PRECISIONS
@@ -65,7 +65,7 @@ def test_hooks_of_parameters_see_their_gradients(implementation: Implementation,
 
 def test_the_random_state_is_the_callers(implementation: Implementation, device: str) -> None:
     of = setting(implementation, device, lr=0.1)
-    with random_state_stays("a step of a model without dropout"):
+    with global_state_stays("a step of a model without dropout"):
         of.step(of.tokens, of.targets)
 
 

@@ -211,7 +211,7 @@ class WarmsUp(EagerStep):
 
 
 @defect(cause="state", caught_by="test_orders_that_trainings_have")
-class CastsWeightsOfAnotherVersion(EagerStep):
+class CopiesWeightsByVersion(EagerStep):
     """Computes with copies of the weights that are made anew where their version is another: it is not after
     `.data =`."""
 

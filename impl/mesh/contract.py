@@ -47,7 +47,8 @@ class Trainer(Protocol):
 
     def step(self, batches: Sequence[Batch]) -> tuple[float | Tensor, float | Tensor]:
         """Train on this rank's part of each micro-batch: (tokens, positions, targets), each (rows, context) int64, of
-        sizes that may differ from one to the next, and left as they are.
+        sizes that may differ from one to the next, and left as they are. Positions may begin at any number, and again
+        within a row.
         Returns the loss and the norm before clipping, the same on every rank, as numbers, or tensors of one element
         that later steps do not change."""
         ...

@@ -31,7 +31,8 @@ class Optimizer(Protocol):
     - inf and NaN in a gradient reach their own elements, as in torch's.
     - After a parameter's first steps nothing more is kept.
     - After `load_state_dict` training goes on as if it had not stopped, with the saved arguments and exactly the saved
-      state, in a new optimizer or in one that has made other steps; torch's AdamW goes on from the state too.
+      state, in a new optimizer or in one that has made other steps; torch's AdamW goes on from the state too. Ids in a
+      state are those of its groups, in their order.
     - A sparse gradient, or a complex parameter, is an error or treated as what it stands for.
 
     Should: ValueError for no parameters, for a negative lr, eps or weight_decay, for betas outside [0, 1), and for a

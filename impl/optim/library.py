@@ -14,7 +14,7 @@ from shardmark.api import Race, register
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """torch gives hooks to the step of each class of which an optimizer is made: this one's own runs them already."""
+    """PyTorch wraps `step` of each class that is instantiated, to run hooks, which the subclass's step runs already."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 

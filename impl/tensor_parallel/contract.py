@@ -20,7 +20,7 @@ class Parallelize(Protocol):
 
     The returned module is called in two ways, with the same batch on every rank; tokens, positions and targets are
     (rows, context) int64, contiguous or not, of other sizes in each call (with a token for each rank at least, and in
-    models whose sizes the ranks divide as many for each), with positions that begin anywhere, and again:
+    models whose sizes the ranks divide as many for each), with positions that begin at any number, and again:
 
         model(tokens, positions)           # the whole logits, (rows, context, vocabulary), on every rank
         model(tokens, positions, targets)  # the sum of the cross entropies of all targets but those that are -100
@@ -28,7 +28,7 @@ class Parallelize(Protocol):
     Must:
 
     - Losses, logits and gradients are those of one process, in float64 to 1e-12 at the first step; the loss is bitwise
-      equal on all ranks. Under autocast it is float32: a half has no digits for a sum.
+      equal on all ranks. Under autocast it is float32: half precision is too coarse for a sum.
     - Parameters keep the model's own names. Those of attention, of the feed-forward networks, of the embedding and of
       the output are DTensors of which each rank has a part; every rank has the others whole, as DTensors or plain
       tensors. Biases that are added to a sum over ranks may be whole, and so may keys' and values' weights whose heads

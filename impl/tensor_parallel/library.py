@@ -24,7 +24,7 @@ class LossByTorch(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, mesh: DeviceMesh, columns: int) -> Tensor:
         shape = torch.Size((*logits.shape[:-1], columns))
         stride = (shape[1] * columns, columns, 1)
-        with torch.inference_mode(False), torch.enable_grad(), loss_parallel():  # which dispatches by autograd
+        with torch.inference_mode(False), torch.enable_grad(), loss_parallel():  # needs autograd's dispatch
             own = logits.clone() if logits.is_inference() else logits.detach()
             every: Any = DTensor.from_local(
                 own, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride

@@ -29,8 +29,8 @@ class TrainingStep(Protocol):
       too. Gradients are those of the loss's own random draws. A loss keeps its value, whatever is called after it.
     - Gradients accumulate unscaled in `.grad`, also in those that are there when the step is made, until the caller
       sets them to None. Several losses may wait for their backward. Each `update` is one step of the optimizer on the
-      current `.grad`, with its current options. Between a step and the next the caller may write parameters and
-      gradients, in place or by `.data =` and `.grad =`.
+      current `.grad`, with its current options. The caller may write parameters while no loss waits, and gradients at
+      any time (in float16 not between backward and update), in place or by `.data =` and `.grad =`.
     - Parameters may be frozen and unfrozen while no loss waits. No part of a step changes a module's mode, or a
       parameter's dtype or `requires_grad`, or draws random numbers but the model's, and backward leaves the state of
       the generators as it found it. Buffers that the model changes, as a batch norm's, change once in each forward;

@@ -230,7 +230,7 @@ def _in_order(
     while stack:
         event, module, within = stack.pop()
         _, fields = event.typed
-        what = type(fields)  # by which to choose is faster than by PyTorch's enumerations
+        what = type(fields)  # comparing Python's types is faster than comparing PyTorch's enumerations
         if what is _ExtraFields_Allocation:
             events.append((event, fields, within))
         elif what is _ExtraFields_TorchOp:
