@@ -200,7 +200,7 @@ SIZES = [25, 1, 0.1, 0.1, 0.05]
 @pytest.mark.family("data_parallel", option="bucket_mb")
 @on_every_rank
 def test_buckets_of_any_size_average(implementation: Implementation, device: str) -> list[str]:
-    """Those as large as a gradient, or as some together, and all between."""
+    """Buckets that one gradient fills exactly, or several together, and buckets of all sizes between."""
     like, wrong = [torch.empty(n) for n in (3, 8, 5, 8, 16)], []
     for nbytes in range(4, 4 * 42, 4):
         model = wrap(implementation, Products(*map(torch.zeros_like, like)).to(device), bucket_mb=nbytes / 2**20)

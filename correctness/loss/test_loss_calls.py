@@ -235,7 +235,7 @@ HOW = pytest.mark.parametrize("how", ["gradients", "no_backward", "no_grad"])
 
 @HOW
 def test_calls_leave_nothing_behind(implementation: Implementation, how: str, device: str) -> None:
-    """Not every forward has a backward, which may be what clears a table."""
+    """A backward that never comes must not be the one that frees what forward keeps."""
     inputs = random_inputs(128 if how == "gradients" else 32, 16, 64, device)
     left = growth(lambda: _called(implementation.watched, inputs, how), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"

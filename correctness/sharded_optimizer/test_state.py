@@ -231,54 +231,41 @@ def test_parameters_with_other_data_are_updated_or_an_error(
         assert "nothing" not in lines, f"only some ranks refuse parameters whose .data is another: {lines}"
 
 
-def load_wider(make: Any, device: str) -> dict[str, Any]:
-    """Return the state after loading that of float64 parameters and taking one step."""
+def load_another(make: Any, how: str, device: str) -> dict[str, Any]:
+    """Return the state after loading another's and taking one step: "wider", of float64 parameters into bfloat16 ones,
+    or "renumbered", under other ids."""
     shapes = ((5,), (3, 2), (4,))
-    wide, narrow = (parameters(device, *shapes, dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
-    saved = torch.optim.AdamW(wide)
-    set_gradients(wide, 0)
+    dtypes = (torch.float64, torch.bfloat16) if how == "wider" else (None, None)
+    theirs, own = (parameters(device, *shapes, dtype=dtype) for dtype in dtypes)
+    saved = torch.optim.AdamW(theirs)
+    set_gradients(theirs, 0)
     saved.step()
-    optimizer = make(narrow, torch.optim.AdamW)
-    optimizer.load_state_dict(deepcopy(saved.state_dict()))
-    set_gradients(narrow, 1)
+    optimizer, state = make(own, torch.optim.AdamW), deepcopy(saved.state_dict())
+    optimizer.load_state_dict(renumbered(state) if how == "renumbered" else state)
+    set_gradients(own, 1)
     optimizer.step()
     return deepcopy(optimizer.state_dict())
 
 
-def load_wider_on_rank(implementation: Implementation, device: str) -> dict[str, Any]:
-    return load_wider(implementation.watched, device)
+def load_another_on_rank(implementation: Implementation, how: str, device: str) -> dict[str, Any]:
+    return load_another(implementation.watched, how, device)
+
+
+def assert_loaded(implementation: Implementation, world: World, how: str, device: str) -> None:
+    expected = load_another(unsharded, how, device)
+    for rank, found in enumerate(world.run(load_another_on_rank, implementation, how, device)):
+        assert_state(found, expected, f"on rank {rank}")
 
 
 def test_a_state_of_another_dtype_becomes_the_parameters(
     implementation: Implementation, world: World, device: str
 ) -> None:
     """torch's optimizers cast the state they load to the parameter's dtype."""
-    expected = load_wider(unsharded, device)
-    for rank, found in enumerate(world.run(load_wider_on_rank, implementation, device)):
-        assert_state(found, expected, f"on rank {rank}")
-
-
-def load_renumbered(make: Any, device: str) -> dict[str, Any]:
-    """Return the state after loading one with other ids and taking one step."""
-    first, second = (parameters(device, (5,), (3, 2), (4,)) for _ in range(2))
-    saved = torch.optim.AdamW(first)
-    set_gradients(first, 0)
-    saved.step()
-    optimizer = make(second, torch.optim.AdamW)
-    optimizer.load_state_dict(renumbered(deepcopy(saved.state_dict())))
-    set_gradients(second, 1)
-    optimizer.step()
-    return deepcopy(optimizer.state_dict())
-
-
-def load_renumbered_on_rank(implementation: Implementation, device: str) -> dict[str, Any]:
-    return load_renumbered(implementation.watched, device)
+    assert_loaded(implementation, world, "wider", device)
 
 
 def test_the_ids_of_a_state_are_those_of_its_groups(implementation: Implementation, world: World, device: str) -> None:
-    expected = load_renumbered(unsharded, device)
-    for rank, found in enumerate(world.run(load_renumbered_on_rank, implementation, device)):
-        assert_state(found, expected, f"on rank {rank}")
+    assert_loaded(implementation, world, "renumbered", device)
 
 
 def load_twice(implementation: Implementation, device: str) -> list[Tensor]:

@@ -16,7 +16,7 @@ def packed(rows: int, context: int, random: torch.Generator) -> Tensor:
     """Positions (rows, context) that begin again within each row, as where documents are packed; the first document of
     a row may have begun in another one, so that its positions are of any numbers."""
     begins, positions = torch.randint(context, (rows, 1), generator=random), torch.arange(context).expand(rows, -1)
-    offsets = begins * 37 % 5 * context
+    offsets = begins * 2 % 5 * context  # no further draw
     return torch.where(positions < begins, positions + offsets, positions - begins)
 
 

@@ -49,7 +49,7 @@ class History:
     graded: bool = False
     """The model has gradients when the step is made; not in float16, whose scale is the step's own."""
     mixed: bool = False
-    """Each module of the model has a mode of its own when the step is made."""
+    """When the step is made, some modules of the model are in training mode and others in evaluation mode."""
 
     def __str__(self) -> str:
         frozen = f"parameters {', '.join(map(str, self.frozen))} frozen" if self.frozen else ""
