@@ -85,14 +85,25 @@ def has_own_memory(gradient: Tensor) -> bool:
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) == itself_and_the_python_object
 
 
-@torch.no_grad()
 def broadcast_state(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """Give every rank rank 0's parameters and buffers, whatever their strides: a collective sends memory as it lies."""
+    """Give every rank rank 0's parameters and buffers."""
     for tensor in chain(module.parameters(), module.buffers()):
-        sent = tensor.detach().contiguous()
-        dist.broadcast(sent, group=process_group, group_src=0)
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.copy_(sent)
+        broadcast_in_place(tensor, process_group)
+
+
+@torch.no_grad()
+def broadcast_in_place(tensor: Tensor, process_group: dist.ProcessGroup | None) -> None:
+    """Give every rank rank 0's values of a tensor of any dtype and strides, which may be expanded and differ by rank.
+
+    A collective sends memory as it lies, and Gloo has none for some dtypes: so bytes are sent, in the elements' order.
+    """
+    for dim in reversed(range(tensor.dim())):
+        if tensor.stride(dim) == 0:  # expanded: its elements along `dim` are one
+            tensor = tensor.select(dim, 0)
+    sent = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    dist.broadcast(sent.as_strided((sent.numel(),), (1,)).view(torch.uint8), group=process_group, group_src=0)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.copy_(sent)
 
 
 def _first_difference(own: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[int, str, str, str]:

@@ -46,6 +46,19 @@ class Alike(nn.Module):
             )
 
 
+class Unusual(nn.Module):
+    """Buffers that Gloo has no broadcast for, and buffers whose elements share memory."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(2))
+        for dtype in [torch.int16, torch.float8_e4m3fn]:
+            name = f"buffer_of_{str(dtype).removeprefix('torch.')}"
+            self.register_buffer(name, torch.arange(24).roll(rank).to(dtype))
+        self.register_buffer("expanded", torch.tensor([rank + 1.0, -rank]).unsqueeze(1).expand(2, 3))
+        self.register_buffer("one_number", torch.tensor(rank + 0.5).expand(4))
+
+
 def _bits(dtype: torch.dtype, draw: torch.Generator, rank: int) -> Tensor:
     """(24,): random bytes, including NaN payloads, subnormals and the dtype's extremes."""
     if dtype == torch.bool:
@@ -62,17 +75,20 @@ def _bits(dtype: torch.dtype, draw: torch.Generator, rank: int) -> Tensor:
     return torch.cat([bits, torch.tensor(special, dtype=torch.float64).to(dtype).roll(rank)])
 
 
-@pytest.mark.parametrize("kind", [Extremes, Alike])
+ANY_BUFFER = pytest.mark.should("buffers may be of every dtype, and expanded")
+
+
+@pytest.mark.parametrize("kind", [Extremes, Alike, pytest.param(Unusual, marks=ANY_BUFFER)])
 @on_every_rank
 def test_every_rank_starts_with_rank_0s_to_the_bit(
-    implementation: Implementation, kind: type[Extremes] | type[Alike], device: str
+    implementation: Implementation, kind: type[Extremes] | type[Alike] | type[Unusual], device: str
 ) -> list[str]:
     module = wrap(implementation, kind(dist.get_rank()).to(device)).module
     expected = kind(0)
     found = dict(module.named_parameters()) | dict(module.named_buffers())
     wrong = []
     for name, first in [*expected.named_parameters(), *expected.named_buffers()]:
-        mine, first = (x.detach().cpu().flatten() for x in (found[name], first))
+        mine, first = (x.detach().cpu().flatten().contiguous() for x in (found[name], first))
         differ = (
             torch.ne(*(x.view(torch.uint8).view(len(x), -1) for x in (mine, first))).any(1).nonzero().flatten().tolist()
         )

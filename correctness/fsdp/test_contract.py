@@ -79,6 +79,7 @@ class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("positions", torch.randn(3, 2))
+        self.register_buffer("transposed", torch.randn(3, 2).T)
         self.register_buffer("hidden", torch.randn(5), persistent=False)
         self.register_buffer("count", torch.randint(2**40, ()))
         self.register_buffer("absent", None)

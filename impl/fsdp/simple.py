@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
 
-from impl.distributed import check_same_module
+from impl.distributed import broadcast_in_place, check_same_module
 from impl.fsdp.contract import Facts
 from impl.fsdp.dtensors import DTensorModel
 from impl.fsdp.nested_tensors import changed
@@ -84,7 +84,7 @@ def data_parallel(
         module.__class__ = _class((type(module),), *own)
     for buffer in model.buffers():
         if not buffer.is_meta:
-            dist.broadcast(buffer, group=_group(mesh), group_src=0)
+            broadcast_in_place(buffer, _group(mesh))
     model.__class__ = _class((_Root, type(model)))
     mark_sharded(model)
     return model

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from impl.distributed import broadcast_in_place
 from impl.fsdp.flat_parameters import Replicated, Sharding
 from impl.fsdp.units import Place, Unit
 from impl.fsdp.wrapping import ParameterPolicy, Policy, choose_ignored, choose_units
@@ -31,7 +32,7 @@ def split(module: nn.Module, wrap: Policy, ignored_params: ParameterPolicy, shar
         allocated = _materialize(parts, sharding.device)
         ignored |= {new for old, new in allocated.items() if old in ignored}
         for buffer in (b for part in parts for b in part.buffers(recurse=False)):
-            torch.distributed.broadcast(buffer, group=sharding.process_group, group_src=0)
+            broadcast_in_place(buffer, sharding.process_group)
         places: dict[nn.Parameter, list[Place]] = {}
         for part in parts:
             for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
