@@ -92,8 +92,9 @@ def broadcast_state(module: nn.Module, process_group: dist.ProcessGroup | None) 
 
 
 @torch.no_grad()
-def broadcast_in_place(tensor: Tensor, process_group: dist.ProcessGroup | None) -> None:
-    """Give every rank rank 0's values of a tensor of any dtype and strides, which may be expanded and differ by rank.
+def broadcast_in_place(tensor: Tensor, process_group: dist.ProcessGroup | None, source: int = 0) -> None:
+    """Give every rank the values that rank `source` of the group has in a tensor of any dtype and strides, which may be
+    expanded and differ by rank.
 
     A collective sends memory as it lies, and Gloo has none for some dtypes: so bytes are sent, in the elements' order.
     """
@@ -101,7 +102,7 @@ def broadcast_in_place(tensor: Tensor, process_group: dist.ProcessGroup | None) 
         if tensor.stride(dim) == 0:  # expanded: its elements along `dim` are one
             tensor = tensor.select(dim, 0)
     sent = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    dist.broadcast(sent.as_strided((sent.numel(),), (1,)).view(torch.uint8), group=process_group, group_src=0)
+    dist.broadcast(sent.as_strided((sent.numel(),), (1,)).view(torch.uint8), group=process_group, group_src=source)
     if sent.data_ptr() != tensor.data_ptr():
         tensor.copy_(sent)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 from uuid import uuid4
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from correctness.collectives.summing import Call, small_integers
+from correctness.engine.histories_on_ranks import group_of
 from correctness.support.communication import delayed
 from correctness.support.on_ranks import assert_nothing_wrong, on_every_rank
 from correctness.support.paths import ROOT
@@ -108,24 +110,27 @@ def test_that_nccl_does_not_send_its_messages_is_the_reason_of_a_skip_and_ends_n
     assert pair.pids == ranks
 
 
-def beside_messages(implementation: Implementation, device: str) -> bool:
-    """Return True if the caller's own message, sent before an all-reduce and received while it runs, arrives
-    unchanged."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    total, message = torch.ones(N, device=device), torch.full((N,), float(rank), device=device)
-    theirs = message + 99
-    sent, received = (
-        dist.P2POp(dist.isend, message, (rank + 1) % ranks),
-        dist.P2POp(dist.irecv, theirs, (rank - 1) % ranks),
-    )
-    # Sent one by one, NCCL would wait for each receive before it sends.
-    before, then = ([sent], [received]) if device == "cpu" else ([received, sent], [])
-    own = dist.batch_isend_irecv(before)
-    handle = implementation.watched.all_reduce(total, async_op=True)
-    own += dist.batch_isend_irecv(then) if then else []
-    for each in [*own, handle]:
-        each.wait()
-    return bool((theirs == (rank - 1) % ranks).all()) and bool((total == ranks).all())
+def beside_messages(implementation: Implementation, device: str) -> list[str]:
+    """Describe what is wrong where the caller's own message, sent before a collective in the same group, is received
+    while that runs."""
+    rank, ranks, wrong = dist.get_rank(), dist.get_world_size(), []
+    for name, (elements, group) in product(COLLECTIVES, ((N, None), (5, group_of(tuple(range(ranks)))))):
+        call = Call(name, small_integers(torch.float32), elements, device, group=group)
+        message = torch.full((elements,), float(rank), device=device)
+        theirs = message + 99
+        sent = dist.P2POp(dist.isend, message, (rank + 1) % ranks, group)
+        received = dist.P2POp(dist.irecv, theirs, (rank - 1) % ranks, group)
+        # Sent one by one, NCCL would wait for each receive before it sends.
+        before, then = ([sent], [received]) if device == "cpu" else ([received, sent], [])
+        own = dist.batch_isend_irecv(before)
+        handle = call.start(implementation.watched, async_op=True)
+        own += dist.batch_isend_irecv(then) if then else []
+        for each in [*own, handle]:
+            each.wait()
+        wrong += call.wrong()
+        if not (theirs == (rank - 1) % ranks).all():
+            wrong.append(f"a message of the caller's own that is sent during {call} is another's")
+    return wrong
 
 
 @pytest.mark.family("collectives", only=(*OURS, "backend"))
@@ -134,8 +139,7 @@ def test_messages_of_the_callers_own_do_not_mix_with_it(
 ) -> None:
     if world.size == 1:
         pytest.skip("one rank has nobody to send to")
-    found = world.run(beside_messages, implementation, device)
-    assert all(found), "a message of the caller's own that is sent during an all-reduce, or the sum, is another's"
+    assert_nothing_wrong(world.run(beside_messages, implementation, device))
 
 
 def errors_of(implementation: Implementation) -> list[str]:

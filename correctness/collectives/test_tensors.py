@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from correctness.collectives.summing import Call, Inputs, largest, small_integers
+from correctness.engine.histories_on_ranks import group_of
 from correctness.support.contracts import is_ours
 from correctness.support.on_ranks import on_every_rank
 from impl.collectives.cases import COLLECTIVES
@@ -169,10 +170,15 @@ SIZES = (7, 1001, 40_000, 300_003)
 
 
 def random_sums(implementation: Implementation, device: str) -> list[Tensor]:
+    """Sums by blocking and by asynchronous calls in the world, and by blocking ones in another group of all ranks."""
     generator, totals = torch.Generator().manual_seed(dist.get_rank()), []
-    for dtype, size in product((torch.float32, torch.bfloat16), SIZES):
+    another = group_of(tuple(range(dist.get_world_size())))
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for (group, async_op), dtype, size in product(((None, False), (None, True), (another, False)), dtypes, SIZES):
         total = torch.randn(size, generator=generator).to(device, dtype)
-        implementation.watched.all_reduce(total)
+        handle = implementation.watched.all_reduce(total, group, async_op=async_op)
+        if async_op:
+            handle.wait()
         totals.append(total.cpu())
     return totals
 

@@ -1,5 +1,6 @@
 """Planted defects: wrong collectives."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -163,6 +164,15 @@ class OneShotOwnFirst(AddsItsOwnFirst):
         if tensor.numel() > 2**16:
             return Plain.all_reduce(self, tensor, group, async_op=async_op)
         return super().all_reduce(tensor, group, async_op=async_op)
+
+
+@defect(cause="numerics", caught_by="test_every_rank_has_the_same_sum_to_the_bit")
+class AsynchronousOwnFirst(AddsItsOwnFirst):
+    """Adds the parts in one order in blocking calls alone."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        add = super().all_reduce if async_op else partial(Plain.all_reduce, self)
+        return add(tensor, group, async_op=async_op)
 
 
 @defect(cause="numerics", caught_by="test_what_is_gathered_has_the_bits_that_were_sent")

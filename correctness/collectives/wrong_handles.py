@@ -161,3 +161,17 @@ class SendsAsTheCallerDoes(Plain):
             tensor += received
             passed = received
         return Done() if async_op else None
+
+
+@defect(cause="two calls", caught_by="test_messages_of_the_callers_own_do_not_mix_with_it")
+class GathersAsTheCallerSends(Plain):
+    """Passes parts round the ring without a tag of its own, in all-gathers alone."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        parts = output.detach().view(ranks, -1)
+        parts[rank] = input.detach().flatten()
+        for step in range(ranks - 1 if input.numel() else 0):
+            sent, received = (rank - step) % ranks, (rank - step - 1) % ranks
+            exchange(parts[sent], parts[received], (rank + 1) % ranks, (rank - 1) % ranks, group)
+        return Done() if async_op else None

@@ -190,23 +190,26 @@ def histories(draw: DrawFn, most: int = 9, zero_redundancy: bool = False) -> His
     options = st.fixed_dictionaries({}, optional={name: st.sampled_from(each) for name, each in values.items()})
     # torch's fused AdamW takes gradients laid out as their parameters; on CPU it misreads others.
     transposed = st.just(False) if defaults.get("fused") else one_in(5)
+    others = ["transposed", "strided", "in the middle of a larger one"]
+    layouts = st.sampled_from(["contiguous"] * 5 + others[2 if defaults.get("fused") else 0 :])
     groups, filled = (
-        st.builds(Group, shapes, st.just({}) | options, _some(4, 5), transposed, st.booleans())
+        st.builds(Group, shapes, st.just({}) | options, _some(4, 5), layouts, st.booleans())
         for shapes in (st.lists(st.sampled_from(SHAPES), min_size=n, max_size=4) for n in (0, 1))
     )
-    frozen = st.just(()) if zero_redundancy else st.just(()) | st.just(()) | _some(8, 3)
-    steps = st.builds(Step, _some(6, 5), one_in(3), frozen, transposed)
+    wide, half = torch.float64, torch.bfloat16
+    dtypes = draw(
+        st.sampled_from([[wide], [half], [half, wide]] if optimizer is Wide else [[wide], [wide, torch.float32]])
+    )
+    averages = dtypes == [wide] and draw(one_in(3))  # of noise that would be rounded in other dtypes
+    frozen = st.just(()) if zero_redundancy or averages else st.just(()) | st.just(()) | _some(8, 3)
+    steps = st.builds(Step, st.just(()) if averages else _some(6, 5), one_in(3), frozen, transposed)
     changes = st.builds(Change, st.integers(0, 2), options)
     rare = [st.builds(Add, groups), st.just(Reload()), st.just(Save()), st.just(Restore())]
     rare += [changes, changes, st.builds(Freeze, st.integers(0, 7))]
     kinds = [*[steps] * 7, *rare]
-    wide, half = torch.float64, torch.bfloat16
-    dtypes = [[wide], [half], [half, wide]] if optimizer is Wide else [[wide], [wide, torch.float32]]
     in_groups = draw(one_in(3))
     events = events_of(draw, most, lambda: draw(draw(st.sampled_from(kinds))))
     events = list(chain(*([each, Step()] if zero_redundancy and isinstance(each, Add) else [each] for each in events)))
     events += [*draw(st.sampled_from(ENDS)), *[Reload(), Step()] * in_groups, Save()]
     first = [draw(filled), *draw(st.lists(groups, max_size=2))][:: draw(st.sampled_from([1, -1]))]
-    return History(
-        first, events, optimizer, defaults, draw(st.sampled_from(dtypes)), draw(st.integers(0, 999)), in_groups
-    )
+    return History(first, events, optimizer, defaults, dtypes, draw(st.integers(0, 999)), in_groups, averages)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from correctness.engine.histories import Player, report
@@ -29,12 +30,16 @@ class Beside:
         rtol: float = 1e-10,
     ) -> None:
         make: Make = unsharded if implementation is None else implementation.watched
+        group, own_share = None, None
         if history.in_groups:
             side, group = even_and_odd_ranks()
             history = replace(history, seed=history.seed + side)
             make = partial(make, process_group=group)
+        if history.averages and implementation is not None and implementation.accepts("average_gradients"):
+            make = partial(make, average_gradients=True)
+            own_share = dist.get_rank(group) - (dist.get_world_size(group) - 1) / 2
         self.rtol = rtol
-        self.found = Training(make, history, device, start)
+        self.found = Training(make, history, device, start, own_share)
         self.expected = Training(unsharded, history, device, start)
 
     def play(self, event: Any) -> None:

@@ -24,12 +24,14 @@ class Backwards(SimpleZero):
         return self.ranks - 1 - super().owner(index)
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
+        sent = [p.data.contiguous() for p in parameters]
         handles = [
-            dist.broadcast(p.data, group=self.process_group, group_src=self.owner(i), async_op=True)
-            for i, p in enumerate(parameters)
+            dist.broadcast(x, group=self.process_group, group_src=self.owner(i), async_op=True)
+            for i, x in enumerate(sent)
         ]
-        for handle in handles:
+        for p, x, handle in zip(parameters, sent, handles, strict=True):
             handle.wait()
+            p.data.copy_(x)
 
 
 @right("what others update is zero until ranks add up what they have")
@@ -37,8 +39,10 @@ class SumsUp(SimpleZero):
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, p in enumerate(parameters):
             if self.owner(i) != self.rank:
-                p.data = torch.zeros_like(p)
-            dist.all_reduce(p.data, group=self.process_group)
+                p.data.zero_()
+            total = p.data.contiguous()
+            dist.all_reduce(total, group=self.process_group)
+            p.data.copy_(total)
 
 
 @right("the state is kept by parameter of one optimizer for each of them")

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from impl.distributed import broadcast_in_place
+
 Group = dict[str, Any]
 
 
@@ -87,7 +89,7 @@ class SimpleZero(torch.optim.Optimizer):
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, parameter in enumerate(parameters):
-            dist.broadcast(parameter.data, group=self.process_group, group_src=self.owner(i))
+            broadcast_in_place(parameter.data, self.process_group, self.owner(i))
 
     def state_dict(self) -> dict[str, Any]:
         states = [None] * self.ranks

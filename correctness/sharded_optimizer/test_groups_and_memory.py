@@ -81,6 +81,7 @@ def test_another_default_dtype_rounds_no_parameter_and_no_state(
 
 COUNT, WIDE = 12, 32
 """Number of parameters; rows of most of them."""
+THAWED = "a step after all are thawed"
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,11 @@ class Division:
     rows: int = WIDE
     """Rows of each parameter."""
     frozen: int = 0
-    """Number of parameters that are frozen, the first ones: they have no state."""
+    """Number of parameters that are frozen, the first ones: they have no state until the last phase thaws them."""
 
-    @property
-    def bytes_of_each(self) -> list[int]:
-        """Sizes of the trainable parameters."""
-        return [p.nbytes for p in self.parameters("cpu")[self.frozen :]]
+    def bytes_of_each(self, phase: str) -> list[int]:
+        """Sizes of the parameters that are trained in that phase."""
+        return [p.nbytes for p in self.parameters("cpu")[0 if phase == THAWED else self.frozen :]]
 
     @property
     def buffers(self) -> int:
@@ -162,6 +162,7 @@ def _held(implementation: Implementation, division: Division, device: str) -> di
             p.grad = torch.ones_like(p)
 
     give_gradients()
+    later = [torch.ones_like(p) for p in params[: division.frozen]]
     rest = iter(params)
     groups = [{"params": list(islice(rest, n))} for n in division.groups]
     with meter(device) as memory:
@@ -185,6 +186,10 @@ def _held(implementation: Implementation, division: Division, device: str) -> di
         memory.mark("load_state_dict, whose argument is dropped")
         optimizer.step()
         memory.mark("a step after loading")
+        for p, gradient in zip(params, later, strict=False):
+            p.requires_grad_().grad = gradient
+        optimizer.step()
+        memory.mark(THAWED)
     held = {phase: n - memory.phases["before"] for phase, n in memory.phases.items() if phase != "before"}
     del optimizer
     return held
@@ -203,9 +208,10 @@ def test_a_rank_holds_its_part_of_the_state(
     divisions += [wide_and_half(world.size), alone_in_groups(8), mostly_frozen()]
     for rank, found in enumerate(world.run(state_held, implementation, divisions, device)):
         for division, phases in zip(divisions, found, strict=True):
-            sizes, names = division.bytes_of_each, " and ".join(map(str, dict.fromkeys(division.dtypes)))
-            allowed = division.copies * (sum(sizes) // world.size + max(sizes)) + division.buffers
+            names = " and ".join(map(str, dict.fromkeys(division.dtypes)))
             for phase, held in phases.items():
+                sizes = division.bytes_of_each(phase)
+                allowed = division.copies * (sum(sizes) // world.size + max(sizes)) + division.buffers
                 assert held <= allowed, (
                     f"rank {rank} of {world.size} holds {held:,} bytes after {phase}, more than its part of the state "
                     f"and buffers of twice the parameters, {allowed:,}; all of the state is "

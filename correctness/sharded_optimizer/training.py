@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from correctness.data_parallel.random_modules import laid_out
 from correctness.support.exact import exact
 
 Shape = tuple[int, ...]
@@ -21,8 +22,8 @@ class Group:
     shapes: Sequence[Shape]
     options: Options = field(default_factory=dict)
     frozen: tuple[int, ...] = ()
-    transposed: bool = False
-    """Parameters with two or more dimensions are not contiguous."""
+    layout: str = "contiguous"
+    """How parameters lie in memory, as `laid_out` names it."""
     integers: bool = False
     """Frozen parameters are int8, as quantized weights are, and stay frozen."""
 
@@ -30,7 +31,7 @@ class Group:
         said = [f"parameters {', '.join(map(str, self.shapes))}", listed(self.options)]
         said += [f"frozen {list(self.frozen)}"] if self.frozen else []
         said[-1] += " in int8" * bool(self.frozen and self.integers)
-        return f"({' with '.join(filter(None, said))}{', transposed' * self.transposed})"
+        return f"({' with '.join(filter(None, said))}{f', {self.layout}' * (self.layout != 'contiguous')})"
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,12 @@ class History:
     seed: int = 0
     in_groups: bool = False
     """Even and odd ranks train side by side: separate process groups, separate parameters."""
+    averages: bool = False
+    """Where it can, the optimizer averages gradients, which are each rank's own."""
 
     def __str__(self) -> str:
         where = ", by even and odd ranks in process groups of their own" if self.in_groups else ""
+        where += ", with average_gradients" * self.averages
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         groups = ", ".join(map(str, self.groups))
         return f"{self.optimizer.__name__} with {listed(self.defaults)} of groups {groups} in {dtypes}{where}"
@@ -72,8 +76,12 @@ def unsharded(params: Any, optimizer_cls: type[torch.optim.Optimizer], **default
 class Training:
     """Parameters and an optimizer. Trainings of one history draw the same parameters and gradients."""
 
-    def __init__(self, make: Make, history: History, device: str, start: Checkpoint | None = None) -> None:
+    def __init__(
+        self, make: Make, history: History, device: str, start: Checkpoint | None = None, own_share: float | None = None
+    ) -> None:
         self.make, self.history, self.device = make, history, device
+        self.own_share = own_share
+        """With `average_gradients`: how far this rank's gradients are from the average, in a drawn noise."""
         self.draw = torch.Generator().manual_seed(history.seed)
         self.parameters: list[nn.Parameter] = []
         self.group_of: list[int] = []
@@ -103,8 +111,7 @@ class Training:
             dtype = exact() if dtype == torch.float64 else dtype
             values = torch.randn(shape, generator=self.draw, dtype=torch.float64).to(self.device, dtype)
             values = (40 * values).clamp(-127, 127).to(torch.int8) if group.integers and i in group.frozen else values
-            values = _transposed(values) if group.transposed else values
-            params.append(nn.Parameter(values, requires_grad=i not in group.frozen))
+            params.append(nn.Parameter(laid_out(values, group.layout), requires_grad=i not in group.frozen))
         self.group_of += [max(self.group_of, default=-1) + 1] * len(params)
         self.parameters += params
         return {"params": params, **group.options}
@@ -116,17 +123,19 @@ class Training:
 
     def set_gradients(self, without: tuple[int, ...], freezes: tuple[int, ...], transposed: bool) -> None:
         """Draw a gradient for each parameter but those `without`; freeze the parameters `freezes` afterwards."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, p in enumerate(self.parameters):
             grad = torch.randn(p.shape, generator=self.draw, dtype=torch.float64).to(p)
-            grad = _transposed(grad) if transposed else grad.contiguous()
+            noise = torch.randn(p.shape, generator=self.draw, dtype=torch.float64) if self.history.averages else grad
+            grad = laid_out(grad, "transposed") if transposed else grad.contiguous()
             p.grad = grad if p.requires_grad and i not in without else None
+            if self.own_share is not None and p.grad is not None:
+                loss = loss + (p * (grad + self.own_share * noise.to(p))).sum()
+                p.grad = None
             if i in freezes:
                 p.requires_grad_(False)
+        if loss.requires_grad:
+            loss.backward()
 
     def values(self) -> list[Tensor]:
         return [p.detach().cpu().clone() for p in self.parameters]
-
-
-def _transposed(x: Tensor) -> Tensor:
-    """Same values with the first and last dimension's memory order swapped (not contiguous)."""
-    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from correctness.sharded_optimizer.simple_zero import Group, SimpleZero, options
 from correctness.support.planting import defect
+from impl.distributed import broadcast_in_place
 
 STEP = "test_a_step_is_the_optimizers_own"
 
@@ -24,7 +25,7 @@ class LeavesTheRemainder(SimpleZero):
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, parameter in enumerate(parameters):
             if self.owner(i) < self.ranks:
-                dist.broadcast(parameter.data, group=self.process_group, group_src=self.owner(i))
+                broadcast_in_place(parameter.data, self.process_group, self.owner(i))
 
 
 @defect(cause="world size", caught_by=STEP)
@@ -184,7 +185,7 @@ class BucketsTooSmall(SimpleZero):
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, p in enumerate(parameters):
             if p.nbytes <= 2**20:
-                dist.broadcast(p.data, group=self.process_group, group_src=self.owner(i))
+                broadcast_in_place(p.data, self.process_group, self.owner(i))
 
 
 @defect(cause="shapes", caught_by=STEP)
@@ -194,7 +195,7 @@ class NoScalars(SimpleZero):
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, p in enumerate(parameters):
             if p.dim():
-                dist.broadcast(p.data, group=self.process_group, group_src=self.owner(i))
+                broadcast_in_place(p.data, self.process_group, self.owner(i))
 
 
 @defect(cause="two calls", caught_by="test_two_optimizers_side_by_side")
@@ -216,7 +217,7 @@ class OwnFirst(SimpleZero):
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         order = sorted(enumerate(parameters), key=lambda each: self.owner(each[0]) != self.rank)
         for i, p in order:
-            dist.broadcast(p.data, group=self.process_group, group_src=self.owner(i))
+            broadcast_in_place(p.data, self.process_group, self.owner(i))
 
 
 @defect(cause="numerics", caught_by=STEP)
@@ -292,4 +293,4 @@ class ForgetsTheFrozen(SimpleZero):
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, p in enumerate(parameters):
             if self.sent[i]:
-                dist.broadcast(p.data, group=self.process_group, group_src=self.owner(i))
+                broadcast_in_place(p.data, self.process_group, self.owner(i))

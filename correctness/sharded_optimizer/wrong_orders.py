@@ -1,6 +1,7 @@
 """Planted defects that need certain dtypes, numbers of parameters or groups, closures, or late freezing to show."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from correctness.sharded_optimizer.simple_zero import SimpleZero
 from correctness.support.planting import defect
+from impl.distributed import broadcast_in_place
 from impl.sharded_optimizer import ShardedOptimizer
 
 MEMORY = "test_a_rank_holds_its_part_of_the_state"
@@ -70,7 +72,7 @@ class SendsOnlyTrainable(SimpleZero):
     def exchange(self, parameters: Any) -> None:
         for i, p in enumerate(parameters):
             if p.requires_grad:
-                dist.broadcast(p.data, group=self.process_group, group_src=self.owner(i))
+                broadcast_in_place(p.data, self.process_group, self.owner(i))
 
 
 @defect(cause="numerics", caught_by="test_an_optimizer_that_needs_whole_parameters")
@@ -99,3 +101,54 @@ class GivesEachRankARangeOfElements(SimpleZero):
     def owner(self, index: int) -> int:
         sizes = [p.numel() for p in self.all_parameters]
         return min(self.ranks - 1, sum(sizes[:index]) * self.ranks // max(1, sum(sizes)))
+
+
+@defect(cause="gradients", caught_by="test_any_history")
+class AveragesWhatIsThereAtFirst(SimpleZero):
+    """Averages gradients by hooks of the parameters that are trainable when it is made."""
+
+    def __init__(self, params: Any, optimizer_cls: Any, *, average_gradients: bool = False, **rest: Any) -> None:
+        super().__init__(params, optimizer_cls, **rest)
+        self.synchronizes = True
+        for p in self.all_parameters if average_gradients else ():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self.average)
+
+    def average(self, p: Tensor) -> None:
+        if self.synchronizes:
+            dist.all_reduce(p.grad, group=self.process_group)
+            p.grad /= self.ranks
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
+
+    def finish_gradient_synchronization(self) -> None:
+        pass  # a hook waits for its average
+
+    def finish_parameter_synchronization(self) -> None:
+        pass  # a step waits for the broadcasts
+
+
+@defect(cause="memory", caught_by="test_a_rank_holds_its_part")
+class FrozenOnesAreTheFirstRanks(SimpleZero):
+    """Shares parameters by the bytes of those that are trained: once they are thawed, one rank has all others."""
+
+    def owner(self, index: int) -> int:
+        for p in self.all_parameters[len(self.owners) :]:
+            self.owners.append(min(range(self.ranks), key=self.loads.__getitem__) if p.requires_grad else 0)
+            self.loads[self.owners[-1]] += p.nbytes * p.requires_grad
+        return self.owners[index]
+
+
+@defect(cause="shapes", caught_by="test_any_history")
+class BroadcastsMemoryAsItLies(SimpleZero):
+    """Gloo takes a parameter whose memory has gaps, and writes into the gaps."""
+
+    def exchange(self, parameters: Sequence[Tensor]) -> None:
+        for i, p in enumerate(parameters):
+            dist.broadcast(p.data, group=self.process_group, group_src=self.owner(i))
