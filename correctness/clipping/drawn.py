@@ -84,7 +84,7 @@ class Example:
 
 def drawn(seed: int, mesh: Mesh, kind: str) -> Example:
     chooses, (plain, norm_types) = random.Random(f"{seed} {mesh}"), KINDS[kind]
-    dtypes = chooses.choice([DTYPES[:1], DTYPES[1:2], DTYPES[1:]])
+    dtypes = chooses.choice([DTYPES[:1], DTYPES[1:2], DTYPES[1:], DTYPES])
     found = []
     for index in range(chooses.choice([1, 2, 3, 5, 12])):
         shape = tuple(chooses.choice([1, 2, 3, 4, 7, 8]) for _ in range(chooses.choice([0, 1, 1, 2, 2, 3])))

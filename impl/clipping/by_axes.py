@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def _local(gradient: Tensor) -> tuple[Tensor, tuple[Group, ...]]:
 def _power(shards: Sequence[Tensor], norm_type: float) -> Tensor:
     """The sum of the absolute values to the power of `norm_type`, at least in float32; of infinity, the largest."""
     full = [each for each in shards if each.numel()]
-    dtype = torch.promote_types(shards[0].dtype, torch.float32)
+    dtype = reduce(torch.promote_types, (each.dtype for each in shards), torch.float32)
     if not full:
         return torch.zeros((), dtype=dtype, device=shards[0].device)
     norms = torch.stack([torch.linalg.vector_norm(each, norm_type, dtype=dtype) for each in full])
