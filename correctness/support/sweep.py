@@ -12,8 +12,8 @@ from shardmark.api.mesh import Mesh
 from shardmark.plugin.session import SESSION, Session
 
 MOST_RANKS_BRIEFLY = 2
-"""Implementations registered with `tested_briefly` run on more ranks only in the sweep, or where the user asks for
-numbers of ranks."""
+"""Implementations registered with `tested_briefly` run on more ranks, and random examples, only in the sweep; on more
+ranks also where the user asks for numbers of ranks."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -62,7 +62,7 @@ def _is_repeated(item: Any, implementation: Any, session: Session) -> bool:
     """Return True if another implementation or case covers the same by default; `--impl` still runs it."""
     briefly = getattr(implementation, "tested_briefly", False)
     marks = {mark.name for mark in item.iter_markers()}
-    return "judged" in marks or (briefly and (is_on_many_ranks(item, session) or "large" in marks))
+    return "judged" in marks or (briefly and (is_on_many_ranks(item, session) or bool(marks & {"large", "examples"})))
 
 
 def is_on_many_ranks(item: Any, session: Session) -> bool:

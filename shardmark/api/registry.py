@@ -69,8 +69,8 @@ class Implementation:
     facts: Any = None
     """Facts that its family's questions use: an instance of the family's own class, `Facts` in its contract."""
     tested_briefly: bool = False
-    """Whether only the sweep tests it at large sizes and on more than two ranks: set for PyTorch's own implementations,
-    which PyTorch tests, and for steps on the way to a faster technique."""
+    """Whether only the sweep tests it at large sizes, on more than two ranks and by random examples: set for PyTorch's
+    own implementations, which PyTorch tests, and for steps on the way to a faster technique."""
     predicted: bool = False
     """Whether `shardmark.predict` always shows it."""
     called: str = ""
