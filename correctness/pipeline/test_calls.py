@@ -37,6 +37,7 @@ def test_gradients_accumulate_and_are_not_scaled(
     assert_none(differences(ranks, of_one_step(stages, 3)))
 
 
+@pytest.mark.large  # its ranks end, and others start
 @pytest.mark.family("pipeline")
 @pytest.mark.meshes("pp=2")
 def test_an_error_in_a_stage_is_raised_on_its_rank(

@@ -53,10 +53,15 @@ def train(
     return compare
 
 
+def _marks(kind: str) -> list[pytest.MarkDecorator]:
+    """Stages, not schedules, differ between kinds: schedules that are tested briefly have two of them each time."""
+    if kind in RANDOM:
+        return [pytest.mark.judged]
+    return [] if kind in ("plain", "tied") else [pytest.mark.large]
+
+
 @pytest.mark.meshes("pp=2")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.judged if kind in RANDOM else []) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=_marks(kind)) for kind in KINDS])
 def test_steps_are_those_of_one_process(train: Callable[[Mesh, str], None], mesh: Mesh, kind: str) -> None:
     train(mesh, kind)
 

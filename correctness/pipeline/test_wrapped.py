@@ -13,7 +13,7 @@ from shardmark.plugin import WorldsBySize
 
 
 @pytest.mark.family("pipeline")
-@pytest.mark.parametrize("kind", ["plain", "recomputed"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("recomputed", marks=pytest.mark.large)])
 @pytest.mark.parametrize("name", WRAPS)
 def test_wrapped_stages_have_the_gradients_of_one_process(
     implementation: Implementation, name: str, kind: str, worlds: WorldsBySize, device: str
