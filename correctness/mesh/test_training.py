@@ -46,6 +46,14 @@ def test_steps_are_those_of_one_process(
     assert_none(differences(ranks, expected, mesh))
 
 
+@pytest.mark.judged
+@pytest.mark.meshes("tp=3", "shard=2,cp=2", "cp=2,tp=2", "pp=2,cp=2")
+def test_steps_on_more_meshes_are_those_of_one_process(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    test_steps_are_those_of_one_process(implementation, mesh, "plain", worlds, device)
+
+
 @pytest.mark.meshes(*FEW, *LARGE)
 def test_micro_batches_in_another_order_give_the_same(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
