@@ -76,12 +76,15 @@ def test_training_goes_on_from_what_was_saved(
 
 
 @pytest.mark.meshes("tp=2", *FEW)
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param(where, marks=pytest.mark.judged if where == "infinite" else []) for where in WHERE],
+)
 def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(
     implementation: Implementation, mesh: Mesh, where: str, worlds: WorldsBySize, device: str
 ) -> None:
-    if where == "in_one_row" and "pp" in str(mesh):
-        pytest.skip("the last stage has nothing to train")
+    if where != "everywhere" and "pp" in str(mesh):
+        pytest.skip("one stage has nothing to train")
     expected = bad_in_one_process(where, mesh.row_groups)
     ranks = worlds(mesh.size).run(train_bad_on_rank, implementation, mesh, where, device, expected.max_norm)
     for trace in ranks:
