@@ -49,7 +49,7 @@ class History:
     frozen: frozenset[int]
     """Numbers of the parameters that are frozen."""
     half_frozen: bool
-    """The embedding and the first half of the layers are frozen too. In stages the last frozen layer's `ffn_norm` stays
+    """The embedding and the first half of the layers are frozen too. A stage's last frozen layer's `ffn_norm` stays
     trainable, as a stage's optimizer needs a parameter."""
     bad_embedding: bool
     """That of token `BAD` is NaN. Only steps that are not finite read it."""
@@ -66,8 +66,8 @@ class History:
             *[f"{size.experts} experts"] * bool(size.experts),
         ]
         words += ["unused parameters"] * self.spare + ["an embedding that is not finite"] * self.bad_embedding
-        but_a_norm = " but for a norm" * ("pp" in self.mesh.sizes)
-        words += [f"the embedding and the first half of the layers frozen{but_a_norm}"] * self.half_frozen
+        but_norms = " but for norms" * ("pp" in self.mesh.sizes)
+        words += [f"the embedding and the first half of the layers frozen{but_norms}"] * self.half_frozen
         words += ["AdamW" if self.adam else "SGD", f"max_norm {self.max_norm:g}"]
         words += [f"parameters {', '.join(map(str, sorted(self.frozen)))} frozen"] * bool(self.frozen)
         return ", ".join(words)
@@ -117,7 +117,9 @@ def model_of(history: History, device: str) -> Decoder:
         half = model.layers[: history.size.layers // 2].requires_grad_(False)
         model.tok_embeddings.requires_grad_(False)
         if "pp" in history.mesh.sizes:  # an optimizer takes no empty list
-            half[-1].ffn_norm.requires_grad_(True)
+            each = history.size.layers // history.mesh.size
+            for layer in half[each - 1 :: each]:
+                layer.ffn_norm.requires_grad_(True)
     return (with_a_bad_embedding(model) if history.bad_embedding else model).to(device)
 
 

@@ -88,6 +88,7 @@ class Scatter(torch.autograd.Function):
 
 
 def equal_part(x: Tensor, dim: int, group: Group, sums: bool = False) -> Tensor:
-    """`Scatter` to parts of one size."""
-    size = x.shape[dim] // (1 if group is None else dist.get_world_size(group))
+    """`Scatter` to parts of one size, but for the remainder."""
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    size = x.shape[dim] // ranks + (rank < x.shape[dim] % ranks)
     return Scatter.apply(x, dim, size, group, sums)

@@ -141,6 +141,14 @@ class TakesAStepThatIsNotFinite(Manual):
         return True
 
 
+@defect(cause="numerics", caught_by="-infinite]")
+class LooksForNaNAlone(Manual):
+    """A step whose norm is infinite is taken, by a scale of 0: infinite gradients times that are NaN."""
+
+    def is_finite(self, norm: Tensor) -> bool:
+        return not bool(norm.isnan())
+
+
 @defect(cause="numerics", caught_by="[OfScaledGradients-dp2-plain]")
 class OfScaledGradients(Manual):
     """deepspeedai/DeepSpeed#8588: the norm is that of gradients before the loss scale is divided out of them."""

@@ -33,6 +33,16 @@ class KeysOfOthersHaveNoBackward(Manual):
         return Gather.apply(x, 2, self.group("cp"), False)
 
 
+@defect(cause="world size", caught_by="test_any_history_is_that_of_one_process")
+class TakesTheRingTheOtherWay(Manual):
+    """Keys that arrive after s steps of a ring are taken for those of rank + s, not rank - s: on two ranks the same."""
+
+    def gather_keys(self, x: Tensor) -> Tensor:
+        ranks, own = self.size("cp"), self.rank("cp")
+        every = super().gather_keys(x).chunk(ranks, 2)
+        return torch.cat([every[(2 * own - rank) % ranks] for rank in range(ranks)], 2)
+
+
 @defect(cause="shapes", caught_by="cp2-plain]")
 class PositionsFromZero(Manual):
     """NVIDIA/Megatron-LM#5243: rotary frequencies of each slice are taken from the beginning of the table."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from correctness.pipeline.stages import build, builder, loss, micro_batches
 from correctness.pipeline.training import Trained, group_of, in_one_process, named
@@ -92,13 +93,15 @@ def die_on_rank(mesh: Mesh, device: str) -> None:
 class Noting(nn.Module):
     """A stage that notes its forward passes, without keeping them."""
 
-    def __init__(self, whole: nn.Module, noted: Noted) -> None:
+    def __init__(self, whole: nn.Module, noted: Noted, stage: int) -> None:
         super().__init__()
-        self.whole, self.noted = whole, noted
+        self.whole, self.noted, self.stage = whole, noted, stage
 
     def forward(self, *x: Any) -> Any:
         out = self.whole(*x)
-        return _Marked.apply(out, self.noted) if torch.is_grad_enabled() and out.requires_grad else out
+        out = _Marked.apply(out, self.noted) if torch.is_grad_enabled() and out.requires_grad else out
+        self.noted.memory.append((f"an output of stage {self.stage}", StorageWeakRef(out.untyped_storage())))
+        return out
 
 
 class _Marked(torch.autograd.Function):
@@ -125,6 +128,8 @@ class Noted:
     marks: weakref.WeakSet[Mark] = field(default_factory=weakref.WeakSet)
     most: int = 0
     """The most of them that were alive at once."""
+    memory: list[tuple[str, StorageWeakRef]] = field(default_factory=list)
+    """That of the step's tensors, which is not to live longer; messages may have buffers that do."""
 
     def mark(self) -> Mark:
         found = Mark()
@@ -133,24 +138,33 @@ class Noted:
         return found
 
 
-def note_on_rank(implementation: Implementation, mesh: Mesh, count: int, device: str) -> tuple[int, int]:
-    """Forward passes of a rank that are alive after a step, and the most of them during it, the second of two."""
+def note_on_rank(implementation: Implementation, mesh: Mesh, count: int, device: str) -> tuple[int, int, list[str]]:
+    """Forward passes of a rank that are alive after a step, the second of two, the most of them during it, and which
+    tensors are alive after it."""
     noted = Noted()
     pipeline = implementation.watched(
-        lambda stage, stages: Noting(build("plain", device, stage, stages), noted),
+        lambda stage, stages: Noting(build("plain", device, stage, stages), noted, stage),
         group_of(mesh, device),
         count,
         loss=loss,
     )
     for _ in range(2):  # the first one may try shapes
         noted.most = 0
-        pipeline.step(*micro_batches(count, 0, device, True))
+        noted.memory.clear()
+        inputs, targets = micro_batches(count, 0, device, True)
+        pipeline.step(inputs, targets)
+    noted.memory += [("an input", StorageWeakRef(x.untyped_storage())) for (x,) in inputs]
+    noted.memory += [("a target", StorageWeakRef(y.untyped_storage())) for y in targets]
+    del inputs, targets
     gc.collect()
-    return len(noted.marks), noted.most
+    alive = {what for what, memory in noted.memory if not memory.expired()}
+    messages = {f"an output of stage {stage - 1}" for stage in pipeline.modules}  # between stages of this rank
+    return len(noted.marks), noted.most, sorted(alive - messages)
 
 
-def complaints_of_memory(ranks: list[tuple[int, int]], stated: Any, count: int) -> Iterator[str]:
-    for rank, (after, most) in enumerate(ranks):
+def complaints_of_memory(ranks: list[tuple[int, int, list[str]]], stated: Any, count: int) -> Iterator[str]:
+    for rank, (after, most, alive) in enumerate(ranks):
+        yield from (f"{what} is alive on rank {rank} after the step" for what in alive)
         if after:
             yield f"{after} forward passes are alive on rank {rank} after the step"
         if stated is not None and most > stated[rank]:

@@ -30,6 +30,11 @@ that float64 does not have; a mask; floats that need no gradient; the first tens
 elements."""
 
 
+UNUSUAL = ("cut", "spare", "again", "sometimes")
+"""Ways in which gradients of a stage may not come, or come twice: its values are detached from those that it was given;
+a layer that nobody calls; a weight that is in two layers; and a layer that some micro-batches use."""
+
+
 class Event(beside.Event):
     WORDS = beside.ParametersChange.WORDS | {
         "step": "a step",
@@ -62,13 +67,16 @@ class History:
     unequal: bool
     boundaries: tuple[Boundary, ...]
     """Behind stage 0, 1, and so on; more than there may be."""
+    unusual: tuple[tuple[str, ...], ...]
+    """Some of `UNUSUAL` for each stage; more than there may be."""
     frozen: tuple[int, ...]
-    """Numbers of the parameters that are frozen from the start, five for each stage; the embedding is number 0."""
+    """Numbers of the parameters that are frozen from the start; a stage's begin at five times its own."""
     events: list[Event]
 
     def __str__(self) -> str:
         words = [f"{self.micro_batches} micro-batches{' of any rows' * self.unequal}"]
         words += [f"stage {i} gives {each}" for i, each in enumerate(self.boundaries[: self.mesh.size - 1])]
+        words += [f"stage {i} has {', '.join(each)}" for i, each in enumerate(self.unusual) if each]
         words += [f"parameters {', '.join(map(str, self.frozen))} frozen"] * bool(self.frozen)
         return "; ".join(words)
 
@@ -87,21 +95,29 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
     )
     frozen = () if draw(st.booleans()) else tuple(draw(st.lists(st.integers(0, 20), max_size=5)))
     boundaries = tuple(boundary() for _ in range(MOST_STAGES))
+    unusual = tuple(tuple(way for way in UNUSUAL if draw(one_in(6))) for _ in range(MOST_STAGES))
     count, unequal = draw(st.integers(1, 6)), draw(one_in(2))
-    return History(mesh, count, unequal, boundaries, frozen, [*events, Event("step", draw(st.integers(0, 99)))])
+    events.append(Event("step", draw(st.integers(0, 99))))
+    return History(mesh, count, unequal, boundaries, unusual, frozen, events)
 
 
 class Stage(nn.Module):
     """A stage between two boundaries: its values are those that it was given, through two layers, times a factor of
     each other tensor that it uses."""
 
-    def __init__(self, before: Boundary | None, after: Boundary | None, stage: int) -> None:
+    def __init__(
+        self, before: Boundary | None, after: Boundary | None, stage: int, unusual: tuple[str, ...] = ()
+    ) -> None:
         super().__init__()
-        self.before, self.after, self.number = before, after, stage
+        self.before, self.after, self.number, self.unusual = before, after, stage, unusual
         width = 6 if before is None else before.width
         self.embedding = nn.Embedding(VOCABULARY, width) if before is None else None
         self.inner = nn.Linear(width, HIDDEN)
         self.outer = nn.Linear(HIDDEN, VOCABULARY if after is None else after.width, bias=stage % 2 == 0)
+        self.more = nn.ModuleDict({way: nn.Linear(HIDDEN, HIDDEN) for way in ("spare", "sometimes") if way in unusual})
+        if "again" in unusual:
+            self.more["again"] = nn.Linear(HIDDEN, self.outer.out_features)
+            self.more["again"].weight = self.outer.weight
 
     def forward(self, *given: Tensor) -> Any:
         if self.before is None:
@@ -112,10 +128,14 @@ class Stage(nn.Module):
             x = more.pop(self.before.place)
             x = x.transpose(0, 1) if self.before.transposed else x
             more = [each for i, each in enumerate(more) if self.before.used >> i & 1]
-        hidden = torch.tanh(self.inner(x))
+        hidden = torch.tanh(self.inner(x.detach() if "cut" in self.unusual else x))
+        if "sometimes" in self.unusual and hidden.detach().sum() > 0:
+            hidden = torch.tanh(self.more["sometimes"](hidden))
         for each in more:
             hidden = hidden * (1 + 0.1 * _factor(each))
         values = self.outer(hidden)
+        if "again" in self.unusual:
+            values = values + self.more["again"](hidden.square())
         if self.after is None:
             return values
         found = [_beside(what, hidden, given[0]) for what in self.after.beside]
@@ -155,7 +175,8 @@ def build(history: History, device: str, stage: int, stages: int) -> Stage:
     with torch.random.fork_rng(devices=[]), default_dtype(torch.float64):
         torch.manual_seed(70 + stage)
         before = history.boundaries[stage - 1] if stage else None
-        made = Stage(before, history.boundaries[stage] if stage < stages - 1 else None, stage)
+        after = history.boundaries[stage] if stage < stages - 1 else None
+        made = Stage(before, after, stage, history.unusual[stage])
     for i, parameter in enumerate(made.parameters(), 5 * stage):
         parameter.requires_grad_(i not in history.frozen)
     return made.to(device)

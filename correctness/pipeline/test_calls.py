@@ -78,7 +78,8 @@ def test_a_layers_gradients_are_the_same_now_and_later(shape: tuple[int, ...], d
 def test_forward_passes_are_held_as_long_as_stated(
     implementation: Implementation, mesh: Mesh, count: int, worlds: WorldsBySize, device: str
 ) -> None:
-    """None is left after a step; and during one, where a schedule states a number, no more than that."""
+    """None is left after a step, nor inputs, targets and outputs; and during one, where a schedule states a number, no
+    more than that."""
     ranks = worlds(mesh.size).run(note_on_rank, implementation, mesh, count, device)
     facts = implementation.facts
     stated = facts.in_flight(mesh.size, count) if isinstance(facts, Facts) and facts.in_flight else None

@@ -68,6 +68,21 @@ class DifferentiatesEveryFloat(Planted):
         super()._backward(action)
 
 
+@defect(cause="gradients", caught_by="test_any_history_is_that_of_one_process[")
+class NeedsTheGradientOfItsInput(Planted):
+    """A stage whose input has no gradient is thought to be frozen, as all before it: its backward pass is left out."""
+
+    def _backward(self, action: Action) -> None:
+        x, outputs = self.kept[action.stage, action.micro_batch]
+        needed = [each for each in x if each.requires_grad]
+        trained = [out for out in outputs if out.requires_grad]
+        if needed and trained:
+            found = torch.autograd.grad([out.sum() for out in trained], needed, retain_graph=True, allow_unused=True)
+            if not any(each is not None for each in found):
+                self.kept[action.stage, action.micro_batch] = x, tuple(out.detach() for out in outputs)
+        super()._backward(action)
+
+
 @defect(cause="options", caught_by="test_steps_are_those_of_one_process[TakesTheFirstInput-pp2-passes_on")
 class TakesTheFirstInput(Planted):
     """The first stage is called with the first tensor of an input alone."""
@@ -114,6 +129,15 @@ class WritesIntoTargets(Planted):
         for target in targets:
             target.clamp_(min=0)
         return total
+
+
+@defect(cause="memory", caught_by="test_forward_passes_are_held_as_long_as_stated[KeepsItsBatch")
+class KeepsItsBatch(Planted):
+    """Inputs and targets of a step are the runner's until the next one."""
+
+    def step(self, inputs: Sequence[Tensors], targets: Sequence[Any]) -> Tensor:
+        self.batch = inputs, targets
+        return super().step(inputs, targets)
 
 
 @defect(cause="two calls", caught_by="test_steps_are_those_of_one_process[ReturnsOneTensor-pp2-plain")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -165,17 +165,21 @@ def parts_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> di
 
 WIDE = DecoderSize(dim=8, layers=1, heads=4, kv_heads=4, hidden=8, vocabulary=8192)
 """A vocabulary beside which all else is small."""
+WIDES = {"even": WIDE, "uneven": replace(WIDE, vocabulary=8191), "tied": replace(WIDE, tied=True)}
 
 
-def peak_with_targets_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> int:
-    """Bytes at the peak of a forward and a backward pass beyond the model's own."""
+def peak_with_targets_on_rank(implementation: Implementation, mesh: Mesh, kind: str, device: str) -> dict[str, int]:
+    """Bytes at the peak of a forward and a backward pass, and of an evaluation, beyond the model's own."""
     torch.manual_seed(0)
-    model = implementation.watched(Decoder(WIDE).to(device), mesh.device_mesh(torch.device(device).type)["tp"])
-    tokens = torch.randint(WIDE.vocabulary, (8, 32), device=device)
+    model = implementation.watched(Decoder(WIDES[kind]).to(device), mesh.device_mesh(torch.device(device).type)["tp"])
+    tokens = torch.randint(WIDES[kind].vocabulary, (8, 32), device=device)
     positions = torch.arange(32, device=device).expand(8, 32)
-    with meter(device) as memory:
+    with meter(device) as training:
         model(tokens, positions, tokens).backward()
-    return memory.tensors
+    model.zero_grad()
+    with torch.no_grad(), meter(device) as evaluation:
+        model(tokens, positions, tokens)
+    return {"training": training.tensors, "evaluation": evaluation.tensors}
 
 
 def sent_on_rank(implementation: Implementation, mesh: Mesh, kind: str, device: str) -> dict[str, int]:

@@ -24,20 +24,25 @@ SHAPES = {"attention.wo": (2, 12), "feed_forward.w2": (5, 5), "heads": (64, 1)}
 for each head."""
 
 
-def revealing(place: str, device: str) -> Decoder:
-    """A decoder of one layer, in float64: its residual is 1, to which one network adds 1 to each value, or a head's
-    values, where dropout leaves it in, and the other nothing. The output shows the residual, normalized."""
+OTHER = {"attention.wo": ("feed_forward.w2", 0), "feed_forward.w2": ("feed_forward.w2", 1), "heads": ("heads", 1)}
+"""Place and layer of another dropout, whose values must not be those of layer 0 at this place."""
+
+
+def revealing(place: str, device: str, number: int = 0) -> Decoder:
+    """A decoder of two layers, in float64: its residual is 1, to which one network of layer `number` adds 1 to each
+    value, or a head's values, where dropout leaves it in, and the others nothing. The output shows the residual,
+    normalized."""
     hidden, attention = (0.0, SHARE) if place == "heads" else (SHARE, 0.0)
-    size = DecoderSize(DIM, 1, HEADS, HEADS // 2, DIM, DIM, hidden_dropout=hidden, attention_dropout=attention)
+    size = DecoderSize(DIM, 2, HEADS, HEADS // 2, DIM, DIM, hidden_dropout=hidden, attention_dropout=attention)
     model = Decoder(size).double()
-    layer = model.layers[0]
-    every = {"attention.wo": layer.attention.wo, "feed_forward.w2": layer.feed_forward.w2}
+    shown = model.get_submodule(f"layers.{number}.{weight_of(place)}")
+    silent = [linear for layer in model.layers for linear in (layer.attention.wo, layer.feed_forward.w2)]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0 if parameter.ndim == 1 else 1 / DIM)
         model.tok_embeddings.weight.fill_(1.0)
-        for name, linear in {**every, "output": model.output}.items():
-            linear.weight.copy_(torch.eye(DIM) * (name in (weight_of(place), "output")))
+        for linear in (*silent, model.output):
+            linear.weight.copy_(torch.eye(DIM) * (linear in (shown, model.output)))
     return model.to(device)
 
 
@@ -64,7 +69,7 @@ class Dropped:
     """Results of a rank. Two calls, one of which is recomputed in backward, begin in the same state."""
 
     logits: list[Tensor]
-    """Logits of two calls."""
+    """Logits of two calls, and of one that shows another dropout."""
     evaluated: Tensor
     losses: list[Tensor]
     """By the logits of these calls."""
@@ -75,7 +80,8 @@ class Dropped:
 
 def drop_on_rank(implementation: Implementation, mesh: Mesh, place: str, device: str) -> Dropped:
     """Ranks with the same rows are seeded alike."""
-    model = implementation.watched(revealing(place, device), mesh.device_mesh(torch.device(device).type)["tp"])
+    on = mesh.device_mesh(torch.device(device).type)["tp"]
+    model, other = (implementation.watched(revealing(*of), on) for of in ((place, device), _other(place, device)))
     *inputs, targets = batch_of(place, device)
     seed = 100 + mesh.row_group(dist.get_rank())
     model(*inputs)  # DTensor gives all ranks the first one's state when it first draws on a GPU
@@ -90,11 +96,18 @@ def drop_on_rank(implementation: Implementation, mesh: Mesh, place: str, device:
         gradients.append(full(weight.grad).cpu())
     with torch.no_grad():
         logits[1] = model(*inputs)
+        torch.manual_seed(seed)
+        logits.append(other(*inputs))
         evaluated = model.eval()(*inputs).cpu()
     model.train()(*inputs, targets)
     state = torch.cuda.get_rng_state() if torch.device(device).type == "cuda" else torch.get_rng_state()
     calls = [each.detach().cpu() for each in logits]
     return Dropped(calls, evaluated, [loss.detach().cpu() for loss in losses], gradients, state.numpy().tobytes())
+
+
+def _other(place: str, device: str) -> tuple[str, str, int]:
+    other, number = OTHER[place]
+    return other, device, number
 
 
 class LeavesIn(nn.Module):

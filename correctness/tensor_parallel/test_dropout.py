@@ -16,7 +16,7 @@ from shardmark.plugin import WorldsBySize
 def test_dropout_leaves_out_what_one_process_might(
     implementation: Implementation, mesh: Mesh, place: str, worlds: WorldsBySize, device: str
 ) -> None:
-    """Each token, each head, each call and each group of rows loses other values, all ranks of `tp` use the same, and
-    backward passes, recomputed ones too, use those of forward."""
+    """Each token, head, layer, call and group of rows loses other values, all ranks of `tp` use the same, and backward
+    passes, recomputed ones too, use those of forward."""
     ranks = worlds(mesh.size).run(drop_on_rank, implementation, mesh, place, device)
     assert_none(complaints(ranks, mesh, place))

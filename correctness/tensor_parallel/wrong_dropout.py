@@ -120,6 +120,25 @@ class DropsInEvaluation(WithAttention):
         attention.attend = MethodType(attend, attention)
 
 
+class _FromTheCallsSeed(Sliced):
+    seed = 0
+
+    def dropped(self, x: Tensor, p: float) -> Tensor:
+        with _seeded(self.seed + self.group.rank()):
+            return dropout(x, p)
+
+
+@defect(cause="random numbers", caught_by="test_dropout_leaves_out_what_one_process_might[OneSeedForACall-tp2-att")
+class OneSeedForACall(Planted):
+    """A call draws one seed, from whose beginning each of its dropouts draws: all layers lose the same values."""
+
+    products_of = _FromTheCallsSeed
+
+    def forward(self, *args: Any) -> Tensor:
+        self.products.seed = int(torch.randint(2**62, ()))  # type: ignore[attr-defined]
+        return super().forward(*args)
+
+
 class _FromTheSameState(Sliced):
     def dropped(self, x: Tensor, p: float) -> Tensor:
         with _seeded(torch.initial_seed() + self.group.rank()):

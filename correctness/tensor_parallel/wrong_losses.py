@@ -131,6 +131,14 @@ class GathersLogitsForTheLoss(Planted):
         return cross_entropy(every, targets, ignore_index=IGNORED, reduction="sum")
 
 
+@defect(cause="memory", caught_by="test_no_rank_has_the_whole_logits[GathersLogitsInEvaluation")
+class GathersLogitsInEvaluation(GathersLogitsForTheLoss):
+    """The loss by parts is of training alone: without gradients, whole logits are thought to be cheap."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return Planted.losses(self, logits, targets) if torch.is_grad_enabled() else super().losses(logits, targets)
+
+
 @defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[LosesTheLastTokens-tp2-sizes_that")
 class LosesTheLastTokens(Planted):
     """Tokens that the ranks do not divide have no loss."""

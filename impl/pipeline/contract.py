@@ -45,7 +45,7 @@ class Pipeline(Protocol):
       and targets as they are, and buffers as one process does.
     - Take what a stage may return: tensors of any shapes, dtypes and strides, of which some need no gradient, some are
       those that it was given, and the next one may use only some. The loss is given what the last one returned.
-    - Raise an error of a stage on its rank, and leave nothing of a step but gradients.
+    - Raise an error of a stage on its rank, and leave nothing of a step but gradients, and messages' buffers.
 
     Stages that change their input in place are not asked.
 
