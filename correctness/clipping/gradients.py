@@ -81,6 +81,18 @@ def clip_on_rank(
     return Clipped(norm.item(), [full(p.grad).cpu() for p in parameters if p.grad is not None])
 
 
+def norms_on_rank(
+    implementation: Implementation, mesh: Mesh, several_meshes: bool, value: float, norm_type: float, device: str
+) -> list[float]:
+    """The norm where one number of a gradient is that value, for each gradient."""
+    found = []
+    for index in range(len(wholes(torch.float64, several_meshes))):
+        gradients = wholes(torch.float64, several_meshes)
+        gradients[index].view(-1)[-1] = value
+        found.append(clip_on_rank(implementation, mesh, gradients, 1.0, norm_type, device).norm)
+    return found
+
+
 def clip_an_iterator_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> Clipped:
     parameters = placed(mesh, wholes(torch.float64, False), device)
     norm = full(implementation.adapted(iter(parameters), 0.5, 2.0))

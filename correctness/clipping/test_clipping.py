@@ -14,6 +14,7 @@ from correctness.clipping.gradients import (
     clip_on_rank,
     clip_sums_on_rank,
     differences,
+    norms_on_rank,
     placed,
     wholes,
 )
@@ -107,6 +108,7 @@ def test_below_the_norm_nothing_changes(
     assert_none(differences(ranks, gradients, 1e6, 2.0))
 
 
+@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 @pytest.mark.meshes("shard=2", "dp=2,tp=2")
@@ -115,17 +117,16 @@ def test_what_is_not_finite_is_seen_by_every_rank(
     mesh: Mesh,
     value: float,
     norm_type: float,
+    on: str,
     worlds: WorldsBySize,
     device: str,
     request: pytest.FixtureRequest,
 ) -> None:
     """A NaN too, which is neither smaller nor larger than any number: the largest of several may miss it."""
     _known(request, implementation, norm_type == math.inf, EMPTY_PARTS)
-    for index in range(len(wholes(torch.float64, False))):
-        gradients = wholes(torch.float64, False)
-        gradients[index][-1, -1] = value
-        ranks = worlds(mesh.size).run(clip_on_rank, implementation, mesh, gradients, 1.0, norm_type, device)
-        assert not any(math.isfinite(each.norm) for each in ranks), f"gradient {index}: {[each.norm for each in ranks]}"
+    ranks = worlds(mesh.size).run(norms_on_rank, implementation, mesh, ON[on], value, norm_type, device)
+    for index, norms in enumerate(zip(*ranks, strict=True)):
+        assert not any(map(math.isfinite, norms)), f"gradient {index}: {norms}"
 
 
 @pytest.mark.meshes("shard=2")

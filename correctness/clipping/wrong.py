@@ -228,6 +228,22 @@ class PythonsLargest(ByEach):
         return max(powers) if powers and math.isinf(norm_type) else super().together(powers, norm_type)
 
 
+@defect(cause="numerics", caught_by="test_what_is_not_finite_is_seen_by_every_rank[LargestOfMeshes")
+class LargestOfMeshes(ByEach):
+    """The norm of type infinity is Python's largest of the meshes' norms: right where there is one mesh."""
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        found = super().gradients(parameters)
+        self.meshes = [getattr(gradient, "device_mesh", None) for gradient in found]
+        return found
+
+    def together(self, powers: list[Tensor], norm_type: float) -> Tensor:
+        if not powers or not math.isinf(norm_type):
+            return super().together(powers, norm_type)
+        every = [*zip(self.meshes, powers, strict=True)]
+        return max(torch.stack([p for of, p in every if of == mesh]).max() for mesh in dict.fromkeys(self.meshes))
+
+
 @defect(cause="communication", caught_by="test_gradients_of_all_kinds_count_once")
 class FirstAndLastAxis(ByEach):
     """Sums over the first and the last axis of a mesh, and over none between the two."""

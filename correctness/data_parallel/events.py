@@ -148,7 +148,7 @@ def _possible(state: State, setting: Setting, limits: Limits) -> list[str]:
     if state.backward_outside:
         return [FINISH] * 6 + harmless
     inside = bool(state.contexts)
-    names = [*harmless, *["backward"] * 6, "zero_grad(set_to_none=False)"]
+    names = [*harmless, *["backward"] * 6, "zero_grad(set_to_none=False)", "gradients are replaced"]
     # torch's DDP remembers parameters used in no_sync() and raises an error if their gradients are gone.
     names += ["zero_grad()"] * (state.averaged or state.empty or not limits.torchs)
     names += ["backward through two forward passes"]

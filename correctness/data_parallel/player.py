@@ -243,6 +243,13 @@ class Wrapper:
             for handle in self.hooks.values():
                 handle.remove()
             self.hooks = {}
+        elif name == "gradients are replaced":
+            for use, each in zip(self.module.uses, self.gradients, strict=False):
+                cleared = draw.random() < 0.5
+                if use.grad is not None:
+                    use.grad = torch.zeros_like(use.grad) if cleared else use.grad.clone()
+                if cleared:
+                    each.zero(to_none=False)
         elif name == "optimizer step":
             torch.optim.SGD(self.module.parameters(), lr=2**-8).step()
             self.parameters = self._state(self.module.named_parameters())

@@ -29,17 +29,29 @@ def _as_it_is(part: nn.Module, x: Tensor) -> Tensor:
     return part(x)  # type: ignore[no-any-return]
 
 
+class Tables(nn.Module):
+    """Adds two tables, as of positions. The gradient of the sum is one tensor: the tables' and what flows on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ParameterList(nn.Parameter(torch.rand(6, 5)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(6, 5) -> (6, 5)."""
+        return x + self.tables[0] + self.tables[1]
+
+
 class TwoHeads(nn.Module):
     """A trunk with two heads. Backward reads a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 4))
-        self.trunk = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh())
+        self.trunk = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), Tables())
         self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
 
     def forward(self, x: Tensor, call: Call = _as_it_is) -> list[Tensor]:
-        """(rows, 4) -> two of (rows, 3); `call` calls each part."""
+        """(6, 4) -> two of (6, 3); `call` calls each part."""
         x = x * self.scale
         for part in self.trunk:
             x = call(part, x)
@@ -107,8 +119,9 @@ def _other_heads(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
 
 
 def _after_an_error(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    """The error is the last head's: its input is too wide."""
     with suppress(RuntimeError):
-        model(x[:, :-1])
+        model(x, lambda part, x: part(torch.cat([x, x], 1) if part is module.heads[1] else x))
     _loss(model(x)).backward()
 
 
@@ -138,6 +151,16 @@ def _two_forwards_then_two_backwards(model: Any, module: nn.Module, x: Tensor, r
         loss.backward()
 
 
+def _a_step_for_each_loss(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    """As methods that look at each loss's own gradients do, of one forward pass. The last step is the caller's."""
+    first, last = (head.square().mean() for head in model(x))
+    first.backward(retain_graph=True)
+    if model is not module:
+        model.finish_gradient_synchronization()
+    module.zero_grad()
+    last.backward()
+
+
 @dataclass(frozen=True)
 class Use:
     """How a loss is made. `every`: it reaches every parameter. `refusable`: an error on every rank is right too.
@@ -163,6 +186,7 @@ USES = {
     "after_an_error_in_forward": Use(_after_an_error),
     "each_part_twice": Use(partial(_each_part_twice, _as_it_is)),
     "two_forwards_then_two_backwards": Use(_two_forwards_then_two_backwards, refusable=True, torchs=False),
+    "a_step_for_each_of_two_losses": Use(_a_step_for_each_loss, every=False, torchs=False),
     "two_forwards": Use(partial(_two_forwards, _as_it_is)),
     "recomputed": Use(partial(_calling, _recomputed)),
     "recomputed_each_part_twice": Use(partial(_each_part_twice, _recomputed)),

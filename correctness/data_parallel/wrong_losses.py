@@ -177,6 +177,43 @@ class StaysInACallThatFails(Plain):
             super().finish_gradient_synchronization()
 
 
+@defect(
+    cause="state",
+    caught_by="test_gradients_are_averaged_whatever_a_loss_does[StaysInAPartThatFails-2ranks-after_an_error_in_forward",
+)
+class StaysInAPartThatFails(StaysInACallThatFails):
+    """Hooks note that a part is entered and left: where its forward raises an error, it is not left."""
+
+    def start(self) -> None:
+        super().start()
+        for part in [*self.module.modules()][1:]:
+            part.register_forward_pre_hook(lambda *_: self.count(1))
+            part.register_forward_hook(lambda *_: self.count(-1))
+
+    def count(self, by: int) -> None:
+        self.inside += by
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+@defect(cause="gradients", caught_by="test_gradients_are_averaged_whatever_a_loss_does[ReducesWhatFlowsOn")
+class ReducesWhatFlowsOn(Plain):
+    """A hook averages the gradient in place: backward of `layer(x) + table` goes on with the same tensor."""
+
+    def start(self) -> None:
+        super().start()
+        for p in self.module.parameters():
+            p.register_hook(self.reduced)
+
+    def reduced(self, gradient: Tensor) -> Tensor:
+        self.reduce(gradient)
+        return gradient
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        pass
+
+
 @defect(cause="gradients", caught_by="test_gradients_are_averaged_whatever_a_loss_does[LeavesSparseOnesLocal")
 class LeavesSparseOnesLocal(Plain):
     """A bucket takes no sparse gradient, and nothing else does."""
@@ -204,7 +241,10 @@ class SumsWhenFinishedAgain(Overlapped):
             self.divisor = 1
 
 
-@defect(cause="gradients", caught_by="test_gradients_are_averaged_whatever_a_loss_does")
+@defect(
+    cause="gradients",
+    caught_by="test_gradients_are_averaged_whatever_a_loss_does[ArmedByItsForward-2ranks-a_step_for_each_of_two_losses",
+)
 class ArmedByItsForward(Plain):
     """huggingface/trl#7245: averages only after a forward pass of its own since the last time."""
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.data_parallel.wrappers import Plain
+from correctness.data_parallel.wrappers import Overlapped, Plain
 from correctness.support.planting import defect
 
 
@@ -101,3 +101,42 @@ class SendsMemoryAsItLies(Plain):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             memory: Tensor = p.grad.permute(sorted(range(p.dim()), key=lambda i: -p.grad.stride(i)))
             self.reduce(memory)
+
+
+@defect(cause="gradients", caught_by="test_passes_before_an_error_count_where_later_ones_do_not_reach")
+class CompletesAtTheEndOfAPass(Overlapped):
+    """Sends zeros for gradients that lack at the end of a pass: those that another one brings stay local."""
+
+    def on_gradient(self, parameter: nn.Parameter) -> None:
+        if self.synchronizing and not self.ready:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+        super().on_gradient(parameter)
+
+    def end(self) -> None:
+        for p in self.order[len(self.handles) :]:
+            self.launch(p)
+        for handle in self.handles:
+            handle.wait()
+
+
+@defect(cause="gradients", caught_by="test_any_history")
+class AveragesItsViews(Plain):
+    """facebookresearch/fairscale#354: gradients are views from a forward pass on, and another tensor that the user puts
+    in the place of one is not averaged.
+    """
+
+    def start(self) -> None:
+        super().start()
+        self.views: dict[nn.Parameter, Tensor] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for p in self.module.parameters():
+            if torch.is_grad_enabled() and p.requires_grad and p.grad is None:
+                self.views[p] = p.grad = torch.zeros_like(p)
+        return super().forward(*args, **kwargs)
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        for p in parameters:
+            found, p.grad = p.grad, self.views.get(p, p.grad)
+            super().average([p])
+            p.grad = found

@@ -79,7 +79,7 @@ class AveragesWhatTheLastPassUsed(Overlapped):
         self.ready.clear()
 
 
-@defect(cause="gradients", caught_by="test_passes_before_an_error_in_no_sync_count")
+@defect(cause="gradients", caught_by="test_passes_before_an_error_count_where_later_ones_do_not_reach")
 class ForgetsWhatAnErrorLeft(AveragesWhatTheLastPassUsed):
     """Notes which gradients came in `no_sync` when its block ends, but not if it ends with an error."""
 
@@ -186,6 +186,22 @@ class StateThatOutlivesIt(Plain):
     def start(self) -> None:
         super().start()
         self.reductions[self] = self.reduce
+
+
+@defect(cause="memory", caught_by="test_a_wrapper_that_is_deleted")
+class FreedOnceFinished(Overlapped):
+    """A registry has each collective until it is finished: a wrapper deleted before that keeps its parameters."""
+
+    under_way: ClassVar[dict[dist.Work, nn.Parameter]] = {}
+
+    def launch(self, parameter: nn.Parameter) -> None:
+        super().launch(parameter)
+        self.under_way[self.handles[-1]] = parameter
+
+    def wait(self) -> None:
+        super().wait()
+        for handle in self.handles:
+            del self.under_way[handle]
 
 
 @defect(cause="gradients", caught_by="test_a_second_backward_before_synchronizing")

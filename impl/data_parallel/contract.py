@@ -25,9 +25,9 @@ class DataParallelWrapper(Protocol):
       parameter's `.grad` is the average over the group's ranks of what backward passes through the wrapper's outputs
       added to it since it was cleared, in its shape and dtype (complex ones too), as exact as that dtype allows, and
       bitwise equal on every rank: in whatever order gradients arrive, however late a rank is, whatever accumulated
-      before. A second backward outside of `no_sync` before it counts too, or is a RuntimeError; also where gradients
-      are cleared between the two backward passes, and where both forward passes precede them. To call it again changes
-      nothing.
+      before, also in a tensor that the user has put there. A second backward outside of `no_sync` before it counts
+      too, or is a RuntimeError; also where gradients are cleared between the two backward passes, and where both
+      forward passes precede them. To call it again changes nothing.
     - An output requires a gradient where the module's own does. Later calls leave what a call has returned as it is.
     - The loss may do with outputs and parameters what it may without the wrapper: change outputs in place, leave some
       out, use parameters itself, take gradients by `torch.autograd.grad` before backward. Parts of the module may be
