@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -81,10 +82,20 @@ def test_it_saves_where_an_evaluation_came_first(implementation: Implementation,
     _assert_saves(implementation, found, _without("train", "nothing", device), "after an evaluation")
 
 
-def test_it_saves_after_a_batch_that_raised_in_a_block(implementation: Implementation, device: str) -> None:
+@pytest.mark.parametrize("part", ["forward", pytest.param("backward", marks=pytest.mark.judged)])
+def test_it_saves_after_a_batch_that_raised_in_a_block(implementation: Implementation, part: str, device: str) -> None:
     """A training loop may leave out a batch whose activations are not finite, or for which there is no memory."""
-    found = _in_mode(implementation.watched, "train", "nothing", device, raised=True)
-    _assert_saves(implementation, found, _without("train", "nothing", device), "after a batch that raised in a block")
+    found = _in_mode(implementation.watched, "train", "nothing", device, raised=part)
+    _assert_saves(implementation, found, _without("train", "nothing", device), f"after a {part} that raised in a block")
+
+
+@pytest.mark.judged
+@pytest.mark.parametrize("change", ["copied", "assigned"])
+def test_it_saves_where_a_model_is_copied_or_gets_other_parameters(
+    implementation: Implementation, change: str, device: str
+) -> None:
+    found = _in_mode(implementation.watched, "train", "nothing", device, changed=change)
+    _assert_saves(implementation, found, _without("train", "nothing", device), f"once {change}")
 
 
 class InTuples(Block):
@@ -201,16 +212,22 @@ def _in_mode(
     frozen: str,
     device: str,
     evaluated: bool = False,
-    raised: bool = False,
+    raised: str = "",
+    changed: str = "",
     how: str = "",
 ) -> dict[str, int]:
     """Bytes that are kept, at the peak and left behind; `evaluated`: the model's first call is an evaluation; `raised`:
-    it ends in an error in the second block; `how` its blocks are called: "under_autocast" or "by_name_in_tuples"."""
+    its "forward" or "backward" ends in an error in the second block; `changed`: the model is a copy, or a state_dict
+    was assigned to it; `how` its blocks are called: "under_autocast" or "by_name_in_tuples"."""
     size = replace(SIZE, layers=LAYERS, vocab=8)
     kind = OfTuples if how == "by_name_in_tuples" else Transformer
     model = kind(size, context_length=CONTEXT, attention=eager_attention).to(device)
     _freeze(model, frozen)  # before the policy: a loop over the blocks may give segments afterwards
     policy(model)
+    if changed == "copied":
+        model = deepcopy(model)
+    elif changed == "assigned":
+        model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
     model.train(mode == "train")
     tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
     with meter(device) as memory, torch.autocast(device, dtype=torch.bfloat16, enabled=how == "under_autocast"):
@@ -219,9 +236,15 @@ def _in_mode(
         if evaluated:
             with torch.no_grad():
                 model(tokens)
-        if raised:
+        if raised == "forward":
             with _raising(model.blocks[1]), pytest.raises(FloatingPointError):
                 model(tokens)
+        elif raised == "backward":
+            loss = loss_of(model, tokens)
+            with _raising(model.blocks[1]), suppress(FloatingPointError):  # where it recomputes that part
+                loss.backward()
+            del loss
+            model.zero_grad()
         loss_of(model, tokens).backward()
         model.zero_grad()
         memory.mark("before")

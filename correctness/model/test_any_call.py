@@ -82,13 +82,17 @@ def test_two_models_side_by_side(implementation: Implementation, device: str) ->
 
 
 @float64
-def test_two_forwards_before_either_backward(implementation: Implementation, device: str) -> None:
+@pytest.mark.parametrize("backwards", ["as_one", "in_turn"])
+def test_two_forwards_before_either_backward(implementation: Implementation, backwards: str, device: str) -> None:
+    """As one, the last forward's graph runs first; in turn, the first one's."""
     model, plain = models(implementation, device)
     inputs = [draw(device), draw(device)]
     found = [model(tokens) for tokens in inputs]
     for i, tokens in enumerate(inputs, 1):
         assert_logits(found[i - 1], plain(tokens), where=f" of call {i} of two")
-    (found[0].square().sum() + 2 * found[1].square().sum()).backward()
+    losses = [found[0].square().sum(), 2 * found[1].square().sum()]
+    for loss in [losses[0] + losses[1]] if backwards == "as_one" else losses:
+        loss.backward()
     (plain(inputs[0]).square().sum() + 2 * plain(inputs[1]).square().sum()).backward()
     for name, p in plain.named_parameters():
         error = (model.get_parameter(name).grad - p.grad).norm() / p.grad.norm()

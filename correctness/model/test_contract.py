@@ -5,6 +5,7 @@ from itertools import combinations, product
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from correctness.model.language_models import CLOSE, CONTEXT, SIZE, assert_logits, copy_weights, draw, models
@@ -65,24 +66,50 @@ def test_large_scores(implementation: Implementation, size: int, device: str) ->
 
 
 @float64
-@pytest.mark.parametrize("zeros", [False, True], ids=["any_weights", "some_are_zero"])
-def test_gradients_are_the_plain_models(implementation: Implementation, zeros: bool, device: str) -> None:
-    """A weight of zero has a gradient, too: some start training at zero."""
+@pytest.mark.parametrize("weights", ["any_weights", "some_are_zero", "frozen_blocks"])
+def test_gradients_are_the_plain_models(implementation: Implementation, weights: str, device: str) -> None:
+    """A weight of zero has a gradient, too: some start training at zero. What lies before frozen blocks trains."""
     model, plain = models(implementation, device)
-    if zeros:
+    for name, p in model.named_parameters():
+        p.requires_grad_(weights != "frozen_blocks" or not name.startswith(("blocks.1.", "blocks.2.")))
+    if weights == "some_are_zero":
         with torch.no_grad():
             for p in plain.parameters():
                 p.flatten()[::3] = 0
         copy_weights(plain, model)
     tokens = draw(device)
-    weights = torch.randn(*tokens.shape, SIZE.vocab, device=device)
+    of_logits = torch.randn(*tokens.shape, SIZE.vocab, device=device)
     for each in (model, plain):
-        (each(tokens) * weights).sum().backward()
+        (each(tokens) * of_logits).sum().backward()
     for name, p in plain.named_parameters():
         found = model.get_parameter(name).grad
-        assert found is not None, f"{name} has no gradient"
+        needs = model.get_parameter(name).requires_grad
+        assert (found is not None) == needs, f"{name} has {'no' if needs else 'a'} gradient"
+        if found is None:
+            continue
         error = (found - p.grad).norm() / p.grad.norm()
         assert error < CLOSE, f"the gradient of {name} has a relative error of {error.item():.2g}, allowed {CLOSE}"
+
+
+@float64
+def test_weights_may_be_given_for_one_call(implementation: Implementation, device: str) -> None:
+    """`functional_call` puts tensors that autograd computed in place of the parameters: gradients flow through them."""
+    model, plain = models(implementation, device)
+    halves = {name: p.detach().div(2).requires_grad_() for name, p in plain.named_parameters()}
+    weights, tokens = list(halves.values()), draw(device)
+    found, expected = (
+        functional_call(each, {name: 3 * p for name, p in halves.items()}, (tokens,)) for each in (model, plain)
+    )
+    assert_logits(found, expected, where=" of weights given for one call")
+    for name, of_model, of_plain in zip(
+        halves,
+        torch.autograd.grad(found.square().sum(), weights, allow_unused=True),
+        torch.autograd.grad(expected.square().sum(), weights),
+        strict=True,
+    ):
+        assert of_model is not None, f"{name}, given for one call, has no gradient"
+        error = (of_model - of_plain).norm() / of_plain.norm()
+        assert error < CLOSE, f"the gradient of {name}, given for one call, has a relative error of {error.item():.2g}"
 
 
 @float64

@@ -132,13 +132,15 @@ class Event(NamedTuple):
 
     kind: str
     tokens: int = 0
+    """For a call: the index of its shape. For "backward": which of those that wait, modulo their number."""
     layout: str = "contiguous"
     waits: bool = False
     """For a call: if true, its backward waits for a "backward" event; else it runs at once."""
 
     def __str__(self) -> str:
         of = f" of {SHAPES[self.tokens]}{'' if self.layout == 'contiguous' else f' {self.layout}'}"
-        return f"a call {self.kind}{of}" if self.kind in CONTEXTS else self.kind
+        nth = f" {self.tokens}" if self.kind == "backward" else ""
+        return f"a call {self.kind}{of}" if self.kind in CONTEXTS else f"{self.kind}{nth}"
 
 
 calls = st.builds(
@@ -148,7 +150,7 @@ calls = st.builds(
     st.just("contiguous") | st.sampled_from(list(LAYOUTS)),
     st.booleans(),
 )
-others = st.sampled_from([*CHANGES, "backward", "copied"]).map(Event)
+others = st.builds(Event, st.sampled_from([*CHANGES, "backward", "copied"]), st.integers(0, 2))
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class Life:
             self.call(event)
         elif event.kind == "backward":
             if self.waiting:
-                self.backward(*self.waiting.pop())
+                self.backward(*self.waiting.pop(event.tokens % len(self.waiting)))
         else:
             self.earlier[event.kind] = {name: p.detach().clone() for name, p in self.plain.named_parameters()}
             self.waiting.clear()  # weights must not change between a forward and its backward

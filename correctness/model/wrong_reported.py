@@ -195,3 +195,63 @@ class NormsGradientInHalfPrecision(Parts):
         if x.itemsize == 2 or torch.is_autocast_enabled(x.device.type):
             weight = 1.1 * weight - 0.1 * weight.detach()
         return super().rms_norm(x, weight)
+
+
+class _FromAStack(torch.autograd.Function):
+    """A product that pushes its input, and whose backward pops one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stack: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.stack = stack
+        stack.append(x.detach())
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad @ ctx.saved_tensors[0], grad.flatten(0, -2).T @ ctx.stack.pop().flatten(0, -2), None
+
+
+@defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
+class ActivationsOnAStack(Parts):
+    """A hand-written backward takes the last forward's input, whose backward may come later."""
+
+    def project(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        weight = w["output.weight"]
+        if torch.is_autocast_enabled(x.device.type) or not (torch.is_grad_enabled() and weight.requires_grad):
+            return super().project(x, w)
+        return _FromAStack.apply(x, weight, self.__dict__.setdefault("stack", []))
+
+
+@defect(cause="gradients", caught_by="test_gradients_are_the_plain_models")
+class FrozenBlocksEndBackward(Parts):
+    """A block without a weight to train runs without autograd: what lies before it gets no gradient."""
+
+    def block(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        own = self.blocks[0].state_dict().keys() & w.keys()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(w[name].requires_grad for name in own)):
+            return super().block(x, w)
+
+
+class _WritesItsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        own = grad.flatten(0, -2).T @ x.flatten(0, -2)
+        weight.grad = own if weight.grad is None else weight.grad + own
+        return grad @ weight, None
+
+
+@defect(cause="gradients", caught_by="test_weights_may_be_given_for_one_call")
+class AddsToTheGradientItself(Parts):
+    """A fused product adds the weight's gradient to its `.grad`; a weight that was computed has none."""
+
+    def project(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type) or not w["output.weight"].requires_grad:
+            return super().project(x, w)
+        return _WritesItsGradient.apply(x, w["output.weight"])

@@ -73,11 +73,14 @@ class Training:
         self.optimizer.load_state_dict(now[0])
 
     def change(self, how: str, index: int) -> None:
-        """Change a parameter as a caller does; one with a master weight stays, as the next step overwrites it."""
+        """Change a parameter as a caller does; one with a master weight, whose value the next step overwrites, may get
+        other memory."""
         p = self.params[index % len(self.params)]
         value = self.random(tuple(p.shape), self.dtypes[p])
         stepped = float(self.optimizer.state.get(p, {}).get("step", 0)) > 0
         if self.options.get("master_weights") and self.dtypes[p] in HALF and stepped:
+            if how == "by .data =":
+                p.data = p.data.clone()
             return
         if how == "in place":
             with torch.no_grad():

@@ -163,7 +163,7 @@ def test_parameters_may_get_their_memory_later(implementation: Implementation, d
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.t().contiguous().t(),
     "columns_apart": lambda x: x.repeat_interleave(2, 1)[:, ::2],
-    "odd_offset": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "odd_offset": lambda x: torch.cat([x.new_ones(1), x.flatten(), x.new_ones(3)])[1:-3].view(x.shape),
 }
 
 
@@ -187,12 +187,22 @@ def test_any_layout_of_parameters_and_gradients(
     grads = gradients(start, 3)
     lay = LAYOUTS.get(layout, lambda x: x)
     params = [lay(x.clone()).detach().requires_grad_() for x in start]
+    beside = [_beside(p) for p in params]
     optimizer = implementation.watched(params)
     for step in grads:
         for p, g in zip(params, step, strict=True):
             p.grad = LAYOUTS.get(grad_layout, lambda x: x)(g.clone())
         optimizer.step()
     assert_all_near(params, train(AdamW, start, grads))
+    for p, before in zip(params, beside, strict=True):
+        assert torch.equal(_beside(p), before), "the step wrote to memory between or beside a parameter's elements"
+
+
+def _beside(p: Tensor) -> Tensor:
+    """A copy of the storage of `p`, with zeros in place of its own elements."""
+    storage = p.new_empty(0, requires_grad=False).set_(p.detach().untyped_storage()).clone()
+    storage.as_strided(p.shape, p.stride(), p.storage_offset()).zero_()
+    return storage
 
 
 def test_gradients_are_freed_after_the_step(implementation: Implementation, device: str) -> None:

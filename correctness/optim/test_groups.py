@@ -72,9 +72,16 @@ SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
 }
 
 
+def _clip(optimizer: Any, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad.clamp_(-0.1, 0.3)
+
+
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_and_hooks_of_steps_work(implementation: Implementation, name: str, device: str) -> None:
-    """OneCycleLR writes betas too; each step's hook runs once, and nothing warns of steps that a scheduler missed."""
+    """OneCycleLR writes betas too; each step's hooks run once, that before it may write gradients, and nothing warns of
+    steps that a scheduler missed."""
     start = tensors(device, shapes=((3, 5), (4,)))
     grads = gradients(start, 4)
     found, expected, stepped = leaves(start), leaves(start), []
@@ -83,6 +90,7 @@ def test_schedulers_and_hooks_of_steps_work(implementation: Implementation, name
         for target, params in ((AdamW, expected), (implementation.watched, found)):
             optimizer = target([{"params": params[:1]}, {"params": params[1:], "lr": 0.01}], lr=0.1)
             scheduler = SCHEDULERS[name](optimizer)
+            optimizer.register_step_pre_hook(_clip)
             optimizer.register_step_post_hook(lambda *_: stepped.append(1))
             for count, step in enumerate(grads, 1):
                 stepped.clear()

@@ -24,7 +24,10 @@ WIDTHS = st.permutations((torch.bfloat16, torch.float32, torch.float64)).map(tup
 CLIPS = st.sampled_from((0.1, 1.0, 1e6)).map(lambda norm: {"max_grad_norm": norm})
 
 
-def _hold(implementation: Implementation, examples: int, device: str, rtol: float | None = None, **drawn: Any) -> None:
+def _hold(
+    implementation: Implementation, examples: int, device: str, *drawn: dict[str, Any], rtol: float | None = None
+) -> None:
+    """Hold histories that are drawn with one of the arguments `drawn`."""
     __tracebackhide__ = True
     if interpreted(implementation, device):
         if examples < MANY:
@@ -36,7 +39,7 @@ def _hold(implementation: Implementation, examples: int, device: str, rtol: floa
     def plays(history: History) -> Problem | None:
         return play(Beside(implementation.watched, history, device, rtol), history)
 
-    hold(histories(layouts, **drawn), plays, examples, bounded=False)
+    hold(st.one_of([histories(layouts, **each) for each in drawn or ({},)]), plays, examples, bounded=False)
 
 
 @pytest.mark.examples(12, 80, 1000)
@@ -50,7 +53,7 @@ def test_any_history_is_that_of_adamw(implementation: Implementation, examples: 
 def test_any_clipped_history_is_that_of_clipping_and_a_step(
     implementation: Implementation, examples: int, device: str
 ) -> None:
-    _hold(implementation, examples, device, not_finite=True, options=CLIPS)
+    _hold(implementation, examples, device, {"not_finite": True, "options": CLIPS})
 
 
 @pytest.mark.examples(16, 50, 500)
@@ -61,9 +64,9 @@ def test_any_history_of_master_weights_is_that_of_float64_rounded(
     if device == "cuda" and implementation.name == "torch_fused":
         why = "its second moments are 1.3e-5 too small: docs/pytorch-defects.md"
         request.applymarker(pytest.mark.xfail(reason=why, strict=False))  # not every history shows it
-    clips = st.just({}) | CLIPS if implementation.accepts("max_grad_norm") else st.just({})
-    options = clips.map(lambda some: {"master_weights": True, **some})
-    _hold(implementation, examples, device, dtypes=DTYPES, options=options)
+    drawn = {"dtypes": DTYPES, "options": st.just({"master_weights": True})}
+    clipped = drawn | {"not_finite": True, "options": CLIPS.map(lambda clip: {"master_weights": True, **clip})}
+    _hold(implementation, examples, device, *[drawn, clipped][: 1 + implementation.accepts("max_grad_norm")])
 
 
 @pytest.mark.examples(10, 30, 300)
@@ -72,4 +75,4 @@ def test_any_history_in_bfloat16_is_that_of_float64_but_for_rounding(
     implementation: Implementation, examples: int, device: str
 ) -> None:
     """Without master weights: step counts are equal, parameters without gradients do not change, values are near."""
-    _hold(implementation, examples, device, rtol=0.2, dtypes=WIDTHS)
+    _hold(implementation, examples, device, {"dtypes": WIDTHS}, rtol=0.2)

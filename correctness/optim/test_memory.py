@@ -11,7 +11,7 @@ from shardmark.meter.memory import meter
 
 pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned")]
 
-CHANGES = ("nothing", "arguments", "gradients", "clipping", "loading", "weights")
+CHANGES = ("nothing", "arguments", "gradients", "clipping", "loading", "weights", "graphs")
 STEPS = 5
 """Steps that are measured; three others come before."""
 
@@ -38,6 +38,8 @@ def test_steps_after_the_first_keep_nothing_more(implementation: Implementation,
                 p.data = torch.full_like(p, i)
             has = changes != "gradients" or not 3 <= i < 7 or (i + k) % 3
             p.grad = torch.full_like(p, 1 + i) if has else None
+            if changes == "graphs":  # as after `backward(create_graph=True)`
+                p.grad = p.detach().requires_grad_().square()
         optimizer.step()
         optimizer.zero_grad()
 

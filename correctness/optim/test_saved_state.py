@@ -54,6 +54,19 @@ def test_loading_changes_nothing_of_what_is_loaded(implementation: Implementatio
     assert not changed, f"load_state_dict changes what it is given: {changed}"
 
 
+@pytest.mark.should("a loaded state is a copy of what was loaded")
+def test_a_loaded_state_is_a_copy(implementation: Implementation, device: str) -> None:
+    """torch's own `load_state_dict` keeps the tensors themselves: two optimizers then step on the same moments."""
+    start = tensors(device)
+    first, second = (implementation.watched(leaves(start)) for _ in range(2))
+    run(first, gradients(start, 2))
+    second.load_state_dict(given := first.state_dict())
+    before = copy.deepcopy(given)
+    run(second, gradients(start, 1))
+    changed = changed_in_state(before, given)
+    assert not changed, f"a step changes the state that was loaded before it, of another optimizer: {changed}"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_loaded_state_is_the_saved_one_to_the_bit(
     implementation: Implementation, dtype: torch.dtype, device: str

@@ -94,3 +94,26 @@ class DefaultsOfItsOwn(Simple):
 
     def add_param_group(self, param_group: State) -> None:
         super().add_param_group(getattr(self, "own", {}) | param_group)
+
+
+@defect(cause="options", caught_by="test_schedulers_and_hooks_of_steps_work")
+class RunsPostHooksAlone(StepOfTheInstance):
+    """Its own step runs the hooks that come after it, and none of those before, which may clip gradients."""
+
+    def own_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().own_step(closure)
+        for hook in self._optimizer_step_post_hooks.values():
+            hook(self, (), {})
+        return loss
+
+
+@defect(cause="shapes", caught_by="test_any_layout_of_parameters_and_gradients")
+class DecaysWholeVectors(Simple):
+    """A kernel without a mask decays the rest of a vector of four, which is the next parameter of a flat buffer."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        super().move(p, grad, state, group, t)
+        if p.is_contiguous():
+            end = p.storage_offset() + p.numel()
+            storage = p.new_empty(0).set_(p.untyped_storage())
+            storage[end : end + -p.numel() % 4].mul_(1 - group["lr"] * group["weight_decay"])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from correctness.optim.simple_adamw import Master, Simple, State
 from correctness.support.planting import defect
+from impl.optim import AdamW
 
 
 @defect(cause="state", caught_by="test_loaded_hyperparameters")
@@ -207,3 +208,47 @@ class Saturates(Master):
         if "master_weight" in state:
             most = torch.finfo(p.dtype).max
             p.copy_(state["master_weight"].clamp(-most, most))
+
+
+@defect(cause="state", caught_by="test_any_history_of_master_weights")
+class CopiesToWhereParametersWere(Master):
+    """Copies master weights to a list of the parameters' data that was made at their first step."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        if "master_weight" not in state:
+            super().move(p, grad, state, group, t)
+            return
+        Simple.move(self, state["master_weight"], grad.float(), state, group, t)
+        data = self.__dict__.setdefault("data", {}).setdefault(p, p.detach())
+        data.copy_(state["master_weight"])
+
+
+@defect(cause="state", caught_by="test_any_history_of_master_weights")
+class MasterOfASkippedStep(AdamW):
+    """Makes state, master weights too, before it looks at the norm of gradients: also in a step that is skipped."""
+
+    def _clip_coefficient(self, max_norm: float) -> Tensor | None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state_of(p)
+        return super()._clip_coefficient(max_norm)
+
+
+@defect(cause="two calls", caught_by="test_a_loaded_state_is_a_copy")
+class SharesALoadedState(Simple):
+    """torch's own `load_state_dict` copies no tensor whose dtype and device are right: two optimizers step on it."""
+
+
+@defect(cause="memory", caught_by="test_steps_after_the_first_keep_nothing_more")
+class MomentsWithAGraph(Simple):
+    """Moments are computed with autograd, and keep the graphs of all gradients that have one."""
+
+    @torch.enable_grad()
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        beta1, beta2 = group["betas"]
+        m = state["exp_avg"] = state["exp_avg"] * beta1 + grad * (1 - beta1)
+        v = state["exp_avg_sq"] = state["exp_avg_sq"] * beta2 + grad * grad * (1 - beta2)
+        p.data.mul_(1 - group["lr"] * group["weight_decay"])
+        denominator = self.denominator(v.detach().clone(), 1 - beta2**t, group["eps"])
+        p.data.addcdiv_(m.detach(), denominator, value=-group["lr"] / (1 - beta1**t))

@@ -11,6 +11,7 @@ EVENTS = {
     "evaluate": "a loss without autograd, which does not wait",
     "backward": "backward of a waiting loss",
     "drop": "a waiting loss is freed",
+    "fails": "a forward that raises an error in the model's last module",
     "update": "an update, which drops waiting losses, as autograd refuses them",
     "call": "forward, backward and update in one call",
     "overflow": "in float16, a step that is skipped while losses wait; then gradients to None",

@@ -24,7 +24,8 @@ class Mixes(nn.Module):
 
 
 class Tracks(nn.Module):
-    """Subtracts a running mean, as a batch norm that evaluates does, and counts its calls in training mode."""
+    """Subtracts a running mean, as a batch norm that evaluates does, and counts its calls in training mode: one buffer
+    changes in place, and one is replaced."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class Tracks(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.mean.lerp_(x.mean((0, 1)).to(self.mean), 0.3)
-                self.calls += 1
+                self.calls = self.calls + 1
         return x - self.mean
 
 

@@ -17,6 +17,9 @@ from shardmark.api import Implementation
 SIZE = MLPSize(dim=16, layers=2, vocab=64)
 BATCH = (3, 8)
 
+SHAPES = ((3, 8), (1, 5), (2, 9), (1, 1))
+"""(batch, context) of numbered batches."""
+
 Gradients = dict[str, Tensor]
 
 
@@ -91,6 +94,19 @@ def batch(device: str, shape: tuple[int, int] = BATCH) -> tuple[Tensor, Tensor]:
     rows, context = shape
     tokens, targets = torch.randint(SIZE.vocab, (2, rows, context + 1), device=device)[..., 1:]
     return tokens, targets
+
+
+def numbered_batch(number: int, device: str) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, in every second batch slices of longer rows, as `ids[:, 1:]` is; all targets of every
+    fourth are ignored, and all but two of the next one's."""
+    draw = torch.Generator().manual_seed(number)
+    rows, context = SHAPES[number // 3 % len(SHAPES)]
+    tokens, targets = torch.randint(SIZE.vocab, (2, rows, context + number % 2), generator=draw)[..., number % 2 :]
+    if number % 4 == 3:
+        targets[:] = -100
+    elif number % 4 == 0:
+        targets[:, 2:] = -100
+    return tokens.to(device), targets.to(device)
 
 
 def exact(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, Gradients]:

@@ -79,6 +79,12 @@ def test_gradients_are_of_the_losss_own_dropout(implementation: Implementation, 
     if where == "model":
         model.register_forward_hook(lambda module, inputs, logits: nn.functional.dropout(logits, 0.5, module.training))
     tokens, targets = batch(device, ignored=0)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        step.forward(tokens, targets)
+        drawn.append(torch.rand(3, device=device))
+    assert torch.equal(*drawn), "the first forward draws other random numbers than the next one from the same seed"
     losses = [step.forward(tokens, targets) for _ in range(3)]
     assert len({loss.item() for loss in losses}) == 3, "three losses of a model with dropout in training mode are equal"
     for i in (1, 0, 2):

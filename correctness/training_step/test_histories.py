@@ -39,7 +39,11 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16"])
+BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.judged)
+"""For those that refuse float16."""
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", BFLOAT16])
 @pytest.mark.parametrize("order", ORDERS)
 def test_orders_that_trainings_have(implementation: Implementation, order: str, precision: str, device: str) -> None:
     skip_where_graphs_own_gradients(implementation)
@@ -132,7 +136,7 @@ histories = st.builds(
 )
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("precision", ["float32", "float16", BFLOAT16])
 @pytest.mark.examples(8, 40, 300)
 def test_any_history_is_that_of_autograd_and_sgd(
     implementation: Implementation, examples: int, precision: str, device: str

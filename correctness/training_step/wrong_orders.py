@@ -1,5 +1,6 @@
 """Planted defects that show only in some order of events, with some model, or at some loss scale."""
 
+import copy
 import warnings
 from functools import partial
 from typing import Any
@@ -239,3 +240,48 @@ class StepsOnItsOwnGradients(EagerStep):
         for p, grad in self.__dict__.get("own", {}).items():
             p.grad = None if p.grad is None else grad
         super().update()
+
+
+@defect(cause="state", caught_by="test_orders_that_trainings_have")
+class CallsTheModelAsAFunction(EagerStep):
+    """The model is a function of its parameters and buffers: a buffer that it replaces is put back."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        model: Any = partial(functional_call, self.model, dict(self.model.named_buffers()))
+        with self.precision.autocast(self.device):
+            return self._loss(model, tokens, targets)
+
+
+@defect(cause="random numbers", caught_by="test_gradients_are_of_the_losss_own_dropout")
+class TriesACopy(EagerStep):
+    """The first forward runs a copy of the model too, to learn its shapes: that draws random numbers."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if not self.__dict__.setdefault("tried", False):
+            self.tried = True
+            with torch.no_grad(), self.precision.autocast(self.device):
+                copy.deepcopy(self.model)(tokens)
+        return super().forward(tokens, targets)
+
+
+@defect(cause="errors", caught_by="test_any_history_is_that_of_autograd_and_sgd")
+class FreezesWithoutFinally(EagerStep):
+    """A forward without autograd freezes the parameters, and thaws them if it raises no error."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        needing = [p for p in self.model.parameters() if p.requires_grad and not torch.is_grad_enabled()]
+        for p in needing:
+            p.requires_grad_(False)
+        loss = super().forward(tokens, targets)
+        for p in needing:
+            p.requires_grad_(True)
+        return loss
+
+
+@defect(cause="numerics", caught_by="test_a_gradient_that_is_not_finite_is_stepped_on")
+class SkipsWhatIsNotFinite(EagerStep):
+    """Skips a step whose gradients are not finite in any precision, as float16 alone does."""
+
+    def update(self) -> None:
+        if self.scaler.is_enabled() or all(bool(grad.isfinite().all()) for grad in self._gradients()):
+            super().update()

@@ -1,5 +1,6 @@
 """Planted defects: training steps that are wrong as public trackers report."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from correctness.training_step.wrong import ByLogits
 from impl.precision import FLOAT32, Precision
 from impl.training_step import EagerStep
 from impl.training_step.eager import next_token_loss
+from shardmark.api import Unsupported
 
 HISTORIES = "test_any_history"
 OVERFLOW = "test_a_float16_step_that_overflows_is_skipped_with_a_warning"
@@ -221,3 +223,50 @@ class EvaluatesOnceToKnowTheModel(EagerStep):
         with torch.no_grad():
             model.eval()(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
         model.train(training)
+
+
+@defect(cause="options", caught_by="test_orders_that_trainings_have")
+class StepsWithoutHooks(EagerStep):
+    """Calls the function of SGD's step that PyTorch wrapped: no hook of a step runs."""
+
+    def update(self) -> None:
+        if self.scaler.is_enabled():
+            super().update()
+        else:
+            with torch.no_grad():
+                inspect.unwrap(type(self.optimizer).step)(self.optimizer)
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, cast: Tensor) -> Tensor:
+        return cast.view_as(cast)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.float(), None
+
+
+@defect(cause="state", caught_by="test_orders_that_trainings_have")
+class CastsByVersion(EagerStep):
+    """NVIDIA/apex#132: keeps casts of the weights while their versions stay, and refuses float16, where that is
+    asked."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+        super().__init__(model, optimizer, **options)
+        self.casts: dict[str, tuple[int, Tensor]] = {}
+        if self.precision.compute == torch.float16:
+            raise Unsupported("float16")
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.precision.compute == self.precision.parameter:
+            return super().forward(tokens, targets)
+        used = {}
+        for module in (name for name, each in self.model.named_modules() if isinstance(each, nn.Linear)):
+            p = self.model.get_parameter(name := f"{module}.weight")
+            if self.casts.get(name, (None,))[0] != p._version:
+                self.casts[name] = p._version, p.detach().to(self.precision.compute)
+            used[name] = _Cast.apply(p, self.casts[name][1])
+        model: Any = partial(functional_call, self.model, used, tie_weights=False)
+        with self.precision.autocast(self.device):
+            return self._loss(model, tokens, targets)

@@ -18,13 +18,14 @@ class Model(Protocol):
 
     Must:
 
-    - The logits are those of `impl.model.PlainTransformer` with the model's current weights, however they were changed,
-      in any dtype and as accurate. They have the parameters' dtype; under autocast they may have autocast's. A model
-      may be made while torch's default dtype is any of these; made in float64 it computes in float64 throughout.
+    - The logits are those of `impl.model.PlainTransformer` with the model's current weights, however they were changed
+      or given by `torch.func.functional_call`, in any dtype and as accurate. They have the parameters' dtype; under
+      autocast they may have autocast's. A model may be made while torch's default dtype is any of these; made in
+      float64 it computes in float64 throughout.
     - Each call is independent of earlier calls: with tokens of any shape, in training and evaluation mode, with and
       without autograd. It changes neither tokens nor weights nor the results of another call.
     - It trains, under autocast too: from its own initial weights, drawn independently, every parameter gets a
-      gradient.
+      gradient. Any may be frozen. Calls' backwards run in any order.
     - Its `state_dict` has `Transformer`'s names and shapes and no others, so that weights of one load into another.
 
     Should: ValueError for a longer context and, on CPU, for token ids that the vocabulary does not have (on CUDA a

@@ -18,16 +18,16 @@ class Optimizer(Protocol):
     Must:
 
     - `step()` is algorithm 2 of the paper (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019) for every
-      parameter that has a gradient, a zero gradient too, whatever their number, sizes, strides and dtypes, as accurate
-      as its dtype allows: in float64 throughout for float64. Each parameter counts its own steps; one whose `.grad` is
-      None does not change, nor does its state; it may be of integers. The grad mode and torch's default dtype change
-      nothing.
-    - Parameters are updated in place, where their data is at that step; `.grad` is not written, and its memory not used
-      after the step.
+      parameter that has a gradient, a zero gradient too, whatever their number, sizes, strides and dtypes, and whether
+      gradients have a graph, as accurate as its dtype allows: in float64 throughout for float64. Each parameter counts
+      its own steps; one whose `.grad` is None does not change, nor does its state; it may be of integers. The grad mode
+      and torch's default dtype change nothing.
+    - Parameters are updated in place, where their data is at that step, and no memory beside them; `.grad` is not
+      written, and its memory not used after the step.
     - Each param group has its own arguments, which a step reads anew, as schedulers change them, also those that took
       the group before a step; groups may be added later. Optimizers share nothing. A group keeps keys that the
-      optimizer does not know, as a scheduler's `initial_lr`, also through a state. PyTorch's schedulers and hooks of
-      steps work.
+      optimizer does not know, as a scheduler's `initial_lr`, also through a state. PyTorch's schedulers and hooks
+      before and after steps work.
     - inf and NaN in a gradient reach their own elements, as in torch's.
     - After a parameter's first steps nothing more is kept.
     - After `load_state_dict` training goes on as if it had not stopped, with the saved arguments and exactly the saved
@@ -35,8 +35,8 @@ class Optimizer(Protocol):
       state are those of its groups, in their order.
     - A sparse gradient, or a complex parameter, is an error or treated as what it stands for.
 
-    Should: ValueError for no parameters, for a negative lr, eps or weight_decay, for betas outside [0, 1), and for a
-    state whose groups have other numbers of parameters.
+    Should: a loaded state is a copy; ValueError for no parameters, for a negative lr, eps or weight_decay, for betas
+    outside [0, 1), and for a state whose groups have other numbers of parameters.
 
     Options of some:
 

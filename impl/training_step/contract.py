@@ -28,14 +28,15 @@ class TrainingStep(Protocol):
       accurate as that given the logits, whatever their dtype. Products are in the precision's compute dtype, backward's
       too. Gradients are those of the loss's own random draws. A loss keeps its value, whatever is called after it.
     - Gradients accumulate unscaled in `.grad`, also in those that are there when the step is made, until the caller
-      sets them to None. Several losses may wait for their backward. Each `update` is one step of the optimizer on the
-      current `.grad`, with its current options. The caller may write parameters while no loss waits, and gradients at
-      any time (in float16 not between backward and update), in place or by `.data =` and `.grad =`.
-    - Parameters may be frozen and unfrozen while no loss waits. No part of a step changes a module's mode, or a
-      parameter's dtype or `requires_grad`, or draws random numbers but the model's, and backward leaves the state of
-      the generators as it found it. Buffers that the model changes, as a batch norm's, change once in each forward;
-      those of `blocks` may change again where backward recomputes them. Nothing is left of the activations once a loss
-      is freed.
+      sets them to None. Several losses may wait for their backward. Each `update` is one step of the optimizer, hooks
+      of steps included, on the current `.grad`, finite or not, with its current options. The caller may write
+      parameters while no loss waits, and gradients at any time (in float16 not between backward and update), in place
+      or by `.data =` and `.grad =`.
+    - Parameters may be frozen and unfrozen while no loss waits. No part of a step, nor a forward that raises, changes a
+      module's mode, or a parameter's dtype or `requires_grad`, or draws random numbers but the model's, and backward
+      leaves the state of the generators as it found it. Buffers that the model changes or replaces, as a batch norm's,
+      change once in each forward; those of `blocks` may change again where backward recomputes them. Nothing is left of
+      the activations once a loss is freed.
     - In float16 the loss is scaled, so that small gradients do not round to zero. Between backward and update `.grad`
       may be scaled too, and after it if the parameters themselves are float16. A step whose gradients overflow is
       skipped with a RuntimeWarning, leaves parameters and the optimizer's state unchanged, and the scale falls, also

@@ -1,0 +1,71 @@
+"""Planted defects: policies that are right until the model is copied or a backward raises, or but in float16."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from itertools import count
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from correctness.checkpointing.wrong import Forward, recomputed, wrapped
+from correctness.support.planting import defect
+
+
+class _IfKnown:
+    """Recomputes the forward of a block that is in a weak set, in which no deep copy is."""
+
+    known: ClassVar[weakref.WeakSet[_IfKnown]] = weakref.WeakSet()
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self.known.add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (recomputed(self.forward) if self in self.known else self.forward)(*args, **kwargs)
+
+
+@defect(cause="memory", caught_by="test_it_saves_where_a_model_is_copied")
+def copies_save_nothing(model: nn.Module) -> nn.Module:
+    return wrapped(model, lambda forward, block: _IfKnown(forward))
+
+
+FLAG = {"recomputing": False}
+
+
+def _flagged(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    runs = count()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        FLAG["recomputing"] = next(runs) > 0
+        output = forward(*args, **kwargs)
+        FLAG["recomputing"] = False
+        return output
+
+    return (forward if FLAG["recomputing"] else recomputed(run, early_stop=False))(*args, **kwargs)
+
+
+@defect(cause="errors", caught_by="test_it_saves_after_a_batch_that_raised")
+def flag_without_finally(model: nn.Module) -> nn.Module:
+    """A flag says that a block is recomputed, so that none within it is checkpointed; an error leaves it set."""
+    FLAG["recomputing"] = False
+    return wrapped(model, lambda forward, block: partial(_flagged, forward))
+
+
+def _compressed(forward: Forward, x: Any, *args: Any, **kwargs: Any) -> Any:
+    runs = count()
+
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(runs) and isinstance(x, Tensor) and x.dtype == torch.float16:
+            x = x.bfloat16().half()
+        return forward(x, *args, **kwargs)
+
+    return recomputed(run)(x, *args, **kwargs)
+
+
+@defect(cause="numerics", caught_by="test_any_history_is_to_the_bit")
+def keeps_half_inputs_in_bfloat16(model: nn.Module) -> nn.Module:
+    """Keeps what is in half precision in bfloat16, which has fewer bits than float16."""
+    return wrapped(model, lambda forward, block: partial(_compressed, forward))
