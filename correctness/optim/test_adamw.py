@@ -38,6 +38,14 @@ def test_the_first_step_has_the_length_of_lr(implementation: Implementation, dev
     assert_near(start - found, 0.1 * grad.sign(), 1e-10, "the first step")
 
 
+def test_corrections_of_betas_near_1_in_float32(implementation: Implementation, device: str) -> None:
+    """1 - beta**step cancels: in float32 it loses five of seven digits in the first step with beta2 = 0.99999."""
+    start, grad = (x.to(device) for x in (torch.zeros(3), torch.tensor([1e-3, 5.0, -200.0])))
+    options: dict[str, Any] = {"lr": 1.0, "eps": 0.0, "weight_decay": 0.0, "betas": (0.999, 0.99999)}
+    (found,) = train(implementation.watched, [start], [[grad]], **options)
+    assert_near(found, -grad.sign(), 16 * torch.finfo(torch.float32).eps, "the first step")
+
+
 def test_weight_decay_is_apart_from_the_gradient(implementation: Implementation, device: str) -> None:
     """Weight decay subtracts lr * weight_decay * parameter and does not enter the moments."""
     start = tensors(device)

@@ -113,3 +113,13 @@ class CountsParametersItself(Simple):
         number = count()
         groups = [{**group, "params": [next(number) for _ in group["params"]]} for group in state_dict["param_groups"]]
         super().load_state_dict(state_dict | {"param_groups": groups})
+
+
+@defect(cause="numerics", caught_by="test_corrections_of_betas_near_1")
+class CorrectsInFloat32(Simple):
+    """tenstorrent/tt-metal#55935: 1 - beta**step is computed in float32, but for parameters of float64."""
+
+    def denominator(self, v: Tensor, correction: float, eps: float) -> Tensor:
+        if v.dtype != torch.float64:
+            correction = 1 - torch.tensor(1 - correction, dtype=torch.float32).item()
+        return super().denominator(v, correction, eps)
