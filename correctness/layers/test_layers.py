@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -161,9 +162,10 @@ def test_takes_gradients_of_any_strides(implementation: Implementation, how: str
 @EACH
 def test_gives_gradients_to_what_requires_them(implementation: Implementation, operation: str, device: str) -> None:
     inputs = random_inputs(operation, 7, 24, device)
-    for needed in inputs.learned:
-        found = results(implementation.watched, inputs, [needed])
-        assert_accurate(found, inputs, when=f"where {needed} alone requires a gradient: ")
+    for number in range(1, len(inputs.learned)):
+        for needed in combinations(inputs.learned, number):
+            found = results(implementation.watched, inputs, [*needed])
+            assert_accurate(found, inputs, when=f"where {' and '.join(needed)} alone require gradients: ")
 
 
 @pytest.mark.parametrize("operation", ["add_rms_norm", "rotary"])
