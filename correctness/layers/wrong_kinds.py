@@ -222,3 +222,21 @@ class WideWeightKeptByVersion(Textbook):
         if kept is None or kept[0] != weight._version:
             kept = weight.wide = weight._version, weight.float()  # type: ignore[attr-defined]
         return super().rms_norm(x.detach(), kept[1], eps=eps)
+
+
+class _LaidAsItsArguments(Gated):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        of = gated_gradients(*ctx.saved_tensors, grad)
+        return tuple(
+            g if 0 in x.stride() else torch.empty_strided(x.shape, x.stride(), dtype=g.dtype, device=g.device).copy_(g)
+            for x, g in zip(ctx.saved_tensors, of, strict=True)
+        )
+
+
+@defect(cause="shapes", caught_by="test_takes_non_contiguous_arguments")
+class GradientsByTheStridesOfArguments(Textbook):
+    """Gradients get the strides of their arguments: rows of windows that overlap share memory, which theirs may not."""
+
+    gate = _LaidAsItsArguments
