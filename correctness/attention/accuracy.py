@@ -29,12 +29,12 @@ def results(attention: Attention, inputs: list[Tensor], is_causal: bool) -> dict
     return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
-def called(attention: Attention, inputs: list[Tensor], how: str) -> object:
+def called(attention: Attention, inputs: list[Tensor], how: str, is_causal: bool = True) -> object:
     """Call it, with backward for "gradients", with a graph for "no_backward", or for "no_grad" without."""
     if how == "gradients":
-        return results(attention, inputs, is_causal=True)
+        return results(attention, inputs, is_causal)
     with torch.set_grad_enabled(how == "no_backward"):
-        return attention(*(x.detach().requires_grad_() for x in inputs[:3]), is_causal=True)
+        return attention(*(x.detach().requires_grad_() for x in inputs[:3]), is_causal=is_causal)
 
 
 def assert_as_accurate_as_eager(attention: Attention, inputs: list[Tensor], is_causal: bool, times: float = 2) -> None:

@@ -6,18 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.attention.accuracy import called, random_inputs, results
+from correctness.attention.accuracy import random_inputs, results
 from correctness.support.contracts import (
     Note,
-    assert_freed_at_once,
     assert_near,
     assert_unchanged,
     gradient_of_gradient,
-    growth,
-    held_beyond_hooks,
-    held_by,
     is_ours,
-    left_by,
 )
 from correctness.support.global_state import global_state_stays
 from impl.attention import Attention, eager_attention
@@ -161,26 +156,35 @@ def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation
     assert_near(found, _exact(inputs, is_causal), "trained on lengths that were evaluated first")
 
 
-def _penalty_gradients(attention: Attention, inputs: list[Tensor]) -> dict[str, Tensor]:
-    """Gradients of a loss that penalizes the gradients of q, k and v.
+def _penalty_gradients(attention: Attention, inputs: list[Tensor], is_causal: bool, needed: str) -> dict[str, Tensor]:
+    """Gradients of a loss that penalizes the gradients of those of q, k and v that are needed.
 
     The output's gradient depends on the output, and all leaves get theirs: else `once_differentiable` does not raise.
     """
-    leaves = {name: x.detach().requires_grad_() for name, x in zip("qkv", inputs, strict=False)}
-    loss = (inputs[3] * attention(*leaves.values(), is_causal=True).square()).sum()
+    qkv = {name: x.detach().requires_grad_(name in needed) for name, x in zip("qkv", inputs, strict=False)}
+    leaves = {name: qkv[name] for name in needed}
+    loss = (inputs[3] * attention(*qkv.values(), is_causal=is_causal).square()).sum()
     gradients = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
     (loss + sum(x.square().sum() for x in gradients)).backward()
-    assert all(x.grad is not None for x in leaves.values()), "one of q, k and v has no gradient"
+    assert all(x.grad is not None for x in leaves.values()), f"one of {needed} has no gradient"
     return {f"d{name}": x.grad for name, x in leaves.items()}
 
 
-@pytest.mark.compiled_every_time
-def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
-    inputs = _inputs(device)
+@pytest.mark.compiled_every_time("causal")
+@pytest.mark.parametrize(
+    ("heads", "is_causal", "needed"),
+    [(2, True, "qkv"), (4, False, "qkv"), (4, True, "k")],
+    ids=["causal", "grouped", "grouped_k_alone"],
+)
+def test_a_second_derivative_is_right_or_a_clear_error(
+    implementation: Implementation, heads: int, is_causal: bool, needed: str, device: str
+) -> None:
+    inputs = random_inputs((heads, 33, 16), (2, 33, 16), torch.float32, device)
     wording = r"double backward|derivative for \S+ is not implemented|create_graph=False"
-    found = gradient_of_gradient(implementation, lambda: _penalty_gradients(implementation.watched, inputs), wording)
+    twice = partial(_penalty_gradients, is_causal=is_causal, needed=needed)
+    found = gradient_of_gradient(implementation, lambda: twice(implementation.watched, inputs), wording)
     if found is not None:
-        wanted = _penalty_gradients(eager_attention, [x.double() for x in inputs])
+        wanted = twice(eager_attention, [x.double() for x in inputs])
         assert_near(found, wanted, "differentiated twice")
 
 
@@ -217,76 +221,6 @@ def test_a_backward_after_a_change_in_place_is_right_or_an_error(implementation:
         with torch.no_grad():
             dict(zip("qkv", qkv, strict=True)).get(name, out).mul_(-0.5)
         _assert_right_or_an_error(out, qkv, inputs, f"in a backward after {name} has changed in place")
-
-
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-def test_nothing_quadratic_is_held_until_backward(implementation: Implementation, is_causal: bool, device: str) -> None:
-    """At twice the length a Function may save twice the bytes; a score matrix or a mask would take four times as
-    many."""
-    if not (isinstance(implementation.target, type) and issubclass(implementation.target, torch.autograd.Function)):
-        pytest.skip(f"{implementation.name} is not a torch.autograd.Function, so its contract says nothing of memory")
-    short, long = 256, 512
-    held = {}
-    for length in (short, long):
-        q, k, v, _ = _inputs(device, length, length)
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        call = lambda q=q, k=k, v=v: implementation.watched(q, k, v, is_causal=is_causal)  # noqa: E731
-        held[length] = held_by(call, device)
-    scores = short * short  # bytes, at one byte per score
-    found = ", ".join(f"{nbytes:,} bytes at length {length}" for length, nbytes in held.items())
-    assert held[long] - 2 * held[short] < scores / 4, f"holds {found}: what it keeps for backward is quadratic"
-
-
-HOW = pytest.mark.parametrize("how", ["gradients", "no_backward", "no_grad"])
-
-
-@HOW
-def test_calls_leave_nothing_behind(implementation: Implementation, how: str, device: str) -> None:
-    """A backward that never comes must not be the one that frees what forward keeps."""
-    inputs = _inputs(device, 48, 48)
-    left = growth(lambda: called(implementation.watched, inputs, how), device)
-    assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
-
-
-@HOW
-def test_a_large_call_leaves_nothing_behind(implementation: Implementation, how: str, device: str) -> None:
-    """A buffer that is kept for the next call does not grow with calls, and is as lost."""
-    small, large = _inputs(device, 16, 16), _inputs(device, 160, 160)
-    calls = [partial(called, implementation.watched, x, how) for x in (small, large)]
-    left = left_by(*calls, device)
-    assert left < 5000, f"a call of 160 queries and keys, whose results are gone, leaves {left:,} bytes behind"
-
-
-def test_an_output_holds_little_once_its_backward_has_run(implementation: Implementation, device: str) -> None:
-    q, k, v, grad = _inputs(device, 160, 160)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def call() -> Tensor:
-        out = implementation.watched(*leaves)
-        out.backward(grad)
-        for x in leaves:
-            x.grad = None
-        return out
-
-    call()
-    held = held_by(call, device)
-    assert held < 2 * q.nbytes, f"an output of {q.nbytes:,} bytes, whose backward has run, holds {held:,} bytes"
-
-
-def test_hooks_of_saved_tensors_reach_all_that_is_saved(implementation: Implementation, device: str) -> None:
-    """Checkpointing and offloading save what they do by these hooks: an attribute of ctx stays where it is."""
-    q, k, v, _ = (x.requires_grad_() for x in _inputs(device, 256, 256))
-    implementation.watched(q, k, v)  # what a first call keeps for good
-    held, out = held_beyond_hooks(lambda: implementation.watched(*(x * 2 for x in (q, k, v))), device), q.nbytes
-    assert held < out + q.nbytes, (
-        f"with hooks that move what is saved for backward elsewhere, {held:,} bytes stay live between forward and "
-        f"backward, of which {out:,} are the output"
-    )
-
-
-def test_what_a_call_saves_is_freed_without_the_collector(implementation: Implementation, device: str) -> None:
-    inputs = _inputs(device, 48, 48)
-    assert_freed_at_once(lambda: results(implementation.watched, inputs, is_causal=True), device)
 
 
 @pytest.mark.should("equal calls give equal bits")

@@ -164,3 +164,90 @@ def offsets_of_32_bits(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = Fal
     check_inputs(q, k, v)
     rows = torch.arange(k.shape[-2], device=k.device) * k.stride(-2) < 2**31
     return eager_attention(q, k, v * rows[:, None], is_causal=is_causal)
+
+
+class _SavesWeightsOfGroups(Flash):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        out = Flash.forward(ctx, q, k, v, is_causal)
+        if kv_group(q, k) > 1:
+            ctx.save_for_backward(*ctx.to_save, q.new_empty(*q.shape[:-1], k.shape[-2]))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return *flash_backward(*ctx.saved_tensors[:5], grad, ctx.is_causal), None
+
+
+@defect(cause="memory", caught_by="test_nothing_quadratic_is_held_until_backward")
+class MathOfGroups(_SavesWeightsOfGroups):
+    """Grouped heads go to the path that saves the weights."""
+
+
+class _GroupsSummedAside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        out, _ = flash_forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v = ctx.saved_tensors
+        of_q, of_k, of_v = flash_backward(q, k, v, *flash_forward(q, k, v, ctx.is_causal), grad, ctx.is_causal)
+        grouped = kv_group(q, k) > 1
+        return of_q, of_k.detach() if grouped else of_k, of_v.detach() if grouped else of_v, None
+
+
+@defect(cause="gradients", caught_by="test_a_second_derivative")
+class GroupsSummedWithoutAGraph(_GroupsSummedAside):
+    """A kernel that autograd does not see sums a group's gradients: their own gradients are zero, without an error."""
+
+
+_splits: dict[Any, Tensor] = {}
+
+
+@defect(cause="memory", caught_by="test_a_large_call_leaves_nothing_behind")
+def splits_kept_by_size(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """One query's keys are split, and the parts of its output lie in a workspace that stays."""
+    check_inputs(q, k, v)
+    if q.shape[-2] == 1 < k.shape[-2]:
+        _splits.setdefault((q.shape, k.shape, q.dtype), torch.empty(8, *q.shape, device=q.device))
+    return eager_attention(q, k, v, is_causal=is_causal)
+
+
+@defect(cause="shapes", caught_by="test_takes_offsets_beyond_32_bits")
+def sequences_in_32_bits(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """A row's offset is in 64 bits, and that of its sequence in 32."""
+    check_inputs(q, k, v)
+    if v.ndim > 3:
+        near = torch.arange(v.shape[0], device=v.device) * v.stride(0) < 2**31
+        v = v * near.view(-1, *[1] * (v.ndim - 1))
+    return eager_attention(q, k, v, is_causal=is_causal)
+
+
+@defect(cause="shapes", caught_by="test_takes_non_contiguous_inputs")
+class GradientsByTheStridesOfInputs(Flash):
+    """Gradients get the strides of their inputs: rows of windows that overlap share memory, which theirs may not."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        of = flash_backward(*ctx.saved_tensors, grad, ctx.is_causal)
+        laid = (
+            g if 0 in x.stride() else torch.empty_strided(x.shape, x.stride(), dtype=g.dtype, device=g.device).copy_(g)
+            for x, g in zip(ctx.saved_tensors, of, strict=False)
+        )
+        return *laid, None
+
+
+@defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
+def three_leading_dims(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """A grid has three dimensions: of leading dims beyond them only the first index is computed."""
+    found = eager_attention(q, k, v, is_causal=is_causal)
+    if q.ndim <= 5 or not q.numel():
+        return found
+    first = found.flatten(0, -5)[:1]
+    return torch.cat([first, torch.zeros_like(found.flatten(0, -5)[1:])]).reshape(found.shape)

@@ -26,11 +26,19 @@ def _expanded(x: Tensor, dim: int) -> Tensor:
     return x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x)
 
 
+def _windows(x: Tensor) -> Tensor:
+    """Rows that overlap, each a column further than the one before it: no stride is 0."""
+    rows, columns = x.shape[-2:]
+    return x.flatten(-2)[..., : rows - 1 + columns].unfold(-1, columns, 1)
+
+
 EXPANDED: dict[str, Callable[[Tensor], Tensor]] = {
     "one_for_all_rows": lambda x: _expanded(x, -2) if x.ndim > 1 else x,
     "one_for_all_heads": lambda x: _expanded(x, -3) if x.ndim > 2 else x,
     "one_for_all_sequences": lambda x: _expanded(x, 0) if x.ndim > 3 else x,
+    "windows": lambda x: _windows(x) if x.ndim > 1 and x.numel() else x,
 }
+"""Views whose elements share memory."""
 
 
 def alike_and_each_its_own(how: str, layouts: Sequence[str], number: int = 4) -> list[list[str]]:
@@ -52,11 +60,11 @@ def _laid(x: Tensor, order: list[int], steps: list[int]) -> Tensor:
     return memory.as_strided(x.shape, strides, offset).copy_(x)
 
 
-def rows_far_apart(*tensors: Tensor) -> list[Tensor]:
-    """The tensors (three rows, at most 64 columns) of one dtype in one memory, rows 2**30 elements apart: offsets
+def far_apart(dim: int, *tensors: Tensor) -> list[Tensor]:
+    """The tensors of one dtype in one memory, of which the three indices along `dim` are 2**30 elements apart: offsets
     of the third are beyond 32 bits. On a CPU pages that nothing is written to take no memory. Skip the test where 4 GiB
     of half precision cannot be mapped."""
-    length, first = 2**31 + 64 * len(tensors), tensors[0]
+    length, first = 2**31 + sum(x.numel() for x in tensors), tensors[0]
     try:
         if first.device.type == "cpu":
             memory = torch.from_numpy(np.zeros(length, dtype=f"i{first.itemsize}")).view(first.dtype)
@@ -64,4 +72,10 @@ def rows_far_apart(*tensors: Tensor) -> list[Tensor]:
             memory = torch.empty(length, dtype=first.dtype, device=first.device)
     except (MemoryError, torch.OutOfMemoryError):
         pytest.skip(f"cannot map {length:,} elements")
-    return [memory.as_strided(x.shape, (2**30, 1), 64 * i).copy_(x) for i, x in enumerate(tensors)]
+    found, offset = [], 0
+    for x in tensors:
+        strides = [*torch.empty(x.shape, device="meta").stride()]
+        strides[dim] = 2**30
+        found.append(memory.as_strided(x.shape, strides, offset).copy_(x))
+        offset += x.numel()
+    return found

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from correctness.engine.examples import one_beyond_tiles
-from correctness.engine.strides import alike_and_each_its_own, rows_far_apart
+from correctness.engine.strides import alike_and_each_its_own, far_apart
 from correctness.layers.accuracy import assert_accurate, assert_as_accurate_as_eager
 from correctness.layers.layouts import LAYOUTS, OF_GRADIENTS, laid_out
-from correctness.layers.operations import Inputs, call, leaves_of, random_inputs, results
+from correctness.layers.operations import BROADCAST, Inputs, call, leaves_of, random_inputs, results
 from correctness.support.contracts import assert_near, skip_if_slow
 from impl.layers import OPERATIONS, EagerLayers
 from shardmark.api import Implementation, RegistryError, resolve
@@ -124,9 +127,14 @@ def test_weight_and_tables_may_be_float32_beside_half_precision(
     assert_as_accurate_as_eager(implementation.watched, inputs)
 
 
+def _marked(layouts: Iterable[str]) -> list[Any]:
+    """Histories of calls have windows too."""
+    return [pytest.param(how, marks=pytest.mark.judged if how == "windows" else ()) for how in layouts]
+
+
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("how", _marked(LAYOUTS))
 def test_takes_non_contiguous_arguments(
     implementation: Implementation, how: str, dtype: torch.dtype, operation: str, device: str
 ) -> None:
@@ -136,19 +144,24 @@ def test_takes_non_contiguous_arguments(
         assert_as_accurate_as_eager(implementation.watched, laid_out(inputs, layouts), when=when)
 
 
-@pytest.mark.parametrize("operation", ["rms_norm", "add_rms_norm", "swiglu"])
-def test_takes_offsets_beyond_32_bits(implementation: Implementation, operation: str, device: str) -> None:
-    """The number of a row times its stride, as of a slice of a buffer for all layers, is more than 32 bits hold."""
-    inputs = random_inputs(operation, 3, 24, device, torch.bfloat16)
-    rows = [name for name in inputs.tensors if name != "weight"]
-    far = rows_far_apart(*(inputs.tensors[name] for name in rows), *inputs.grads.values())
+@pytest.mark.parametrize(
+    ("operation", "dim"),
+    [("rms_norm", -2), ("add_rms_norm", -2), ("swiglu", -2), ("rotary", -4), ("rms_norm", 0), ("swiglu", 0)],
+)
+def test_takes_offsets_beyond_32_bits(implementation: Implementation, operation: str, dim: int, device: str) -> None:
+    """The number of a row or a sequence times its stride, as of a slice of a buffer for all layers, is more than 32
+    bits hold."""
+    lead = () if dim == -2 else (3,)
+    inputs = random_inputs(operation, 4 if lead else 3, 24, device, torch.bfloat16, lead)
+    rows = [name for name in inputs.tensors if name not in BROADCAST]
+    far = far_apart(dim, *(inputs.tensors[name] for name in rows), *inputs.grads.values())
     inputs.tensors.update(zip(rows, far[: len(rows)], strict=True))
     inputs.grads.update(zip(inputs.grads, far[len(rows) :], strict=True))
     assert_as_accurate_as_eager(implementation.watched, inputs)
 
 
 @EACH
-@pytest.mark.parametrize("how", OF_GRADIENTS)
+@pytest.mark.parametrize("how", _marked(OF_GRADIENTS))
 def test_takes_gradients_of_any_strides(implementation: Implementation, how: str, operation: str, device: str) -> None:
     """A transpose after the layer, or a sum, gives its backward such a gradient."""
     for layouts in alike_and_each_its_own(how, [*OF_GRADIENTS, ""], 2):
@@ -161,9 +174,10 @@ def test_takes_gradients_of_any_strides(implementation: Implementation, how: str
 @EACH
 def test_gives_gradients_to_what_requires_them(implementation: Implementation, operation: str, device: str) -> None:
     inputs = random_inputs(operation, 7, 24, device)
-    for needed in inputs.learned:
-        found = results(implementation.watched, inputs, [needed])
-        assert_accurate(found, inputs, when=f"where {needed} alone requires a gradient: ")
+    for number in range(1, len(inputs.learned)):
+        for needed in combinations(inputs.learned, number):
+            found = results(implementation.watched, inputs, [*needed])
+            assert_accurate(found, inputs, when=f"where {' and '.join(needed)} alone require gradients: ")
 
 
 @pytest.mark.parametrize("operation", ["add_rms_norm", "rotary"])

@@ -73,9 +73,15 @@ def test_two_forwards_before_either_backward(
 
 @EACH
 def test_results_stay_while_other_calls_run(implementation: Implementation, operation: str, device: str) -> None:
-    first = results(implementation.watched, random_inputs(operation, 7, 24, device))
+    def trained_and_evaluated() -> dict[str, Tensor]:
+        inputs = random_inputs(operation, 7, 24, device)
+        with torch.no_grad():
+            evaluated = call(implementation.watched, inputs)
+        return results(implementation.watched, inputs) | {f"{name}, evaluated": x for name, x in evaluated.items()}
+
+    first = trained_and_evaluated()
     before = {name: x.clone() for name, x in first.items()}
-    results(implementation.watched, random_inputs(operation, 7, 24, device))
+    trained_and_evaluated()
     assert_unchanged(before, first, "while a second call ran, of the first")
 
 
@@ -117,15 +123,30 @@ def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation
 
 
 @EACH
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        ("gradients", torch.float32),
+        ("no_grad", torch.float32),
+        ("no_grad", torch.bfloat16),
+        ("inference_mode", torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_the_same_tensors_changed_in_place_give_other_results(
-    implementation: Implementation, operation: str, device: str
+    implementation: Implementation, mode: str, dtype: torch.dtype, operation: str, device: str
 ) -> None:
-    """Weights change in place between steps."""
-    inputs = random_inputs(operation, 7, 24, device)
-    results(implementation.watched, inputs)
-    for x in inputs.tensors.values():
-        x.mul_(-0.5)
-    assert_accurate(results(implementation.watched, inputs), inputs, when="after a change in place: ")
+    """Weights change in place between steps; a change by `.data` is in no tensor's version."""
+    inputs = random_inputs(operation, 3, 24, device, dtype)
+    leaves = leaves_of(inputs)
+    with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, torch.enable_grad)():
+        call(implementation.watched, inputs, leaves)
+        for x in leaves.values():
+            x.data.mul_(-0.5)
+        found = call(implementation.watched, inputs, leaves)
+    given = gradients(found, leaves, inputs) if mode == "gradients" else {}
+    found = {name: x.detach() for name, x in found.items()} | given
+    assert_accurate(found, inputs, when=f"{mode}, after a change in place: ")
 
 
 @EACH
@@ -137,17 +158,17 @@ def test_a_checkpointed_layer_is_as_accurate(implementation: Implementation, ope
     assert_accurate(gradients(found, leaves, inputs), inputs, when="checkpointed: ")
 
 
-def _penalty_gradient(layers: object, inputs: Inputs) -> Tensor:
-    """Gradient of the second argument of a loss that penalizes the gradient of the first; the loss is squared, so that
-    its own gradient is no constant."""
+def _penalty_gradients(layers: object, inputs: Inputs) -> dict[str, Tensor]:
+    """Gradients of a loss that penalizes the gradients of all arguments; the loss is squared, so that its own gradient
+    is no constant."""
     leaves = leaves_of(inputs)
-    first, second, *_ = leaves.values()
+    learned = {name: leaves[name] for name in inputs.learned}
     found = call(layers, inputs, leaves)
     loss = sum((x * inputs.grads[name]).sum() for name, x in found.items()).square()
-    (grad,) = torch.autograd.grad(loss, first, create_graph=True)
-    (loss + grad.square().sum()).backward()
-    assert second.grad is not None, "the second argument has no gradient"
-    return second.grad
+    grads = torch.autograd.grad(loss, [*learned.values()], create_graph=True)
+    (loss + sum(x.square().sum() for x in grads)).backward()
+    assert all(x.grad is not None for x in learned.values()), f"one of {', '.join(learned)} has no gradient"
+    return {f"grad_{name}": x.grad for name, x in learned.items()}
 
 
 @EACH
@@ -156,10 +177,9 @@ def test_a_second_derivative_is_right_or_a_clear_error(
 ) -> None:
     inputs = random_inputs(operation, 5, 8, device)
     wording = r"double backward|derivative for \S+ is not implemented|does not require grad"
-    found = gradient_of_gradient(implementation, lambda: _penalty_gradient(implementation.watched, inputs), wording)
+    found = gradient_of_gradient(implementation, lambda: _penalty_gradients(implementation.watched, inputs), wording)
     if found is not None:
-        wanted = _penalty_gradient(EagerLayers, inputs.to(torch.float64))
-        assert_near({"gradient": found}, {"gradient": wanted}, "differentiated twice")
+        assert_near(found, _penalty_gradients(EagerLayers, inputs.to(torch.float64)), "differentiated twice")
 
 
 @EACH
@@ -203,12 +223,17 @@ def test_a_backward_after_a_change_in_place_is_right_or_an_error(
 
 @EACH
 def test_calls_leave_nothing_behind(implementation: Implementation, operation: str, device: str) -> None:
+    def trained_and_evaluated(inputs: Inputs) -> None:
+        results(implementation.watched, inputs)
+        with torch.no_grad():
+            call(implementation.watched, inputs)
+
     inputs = random_inputs(operation, 5, 128, device)
     left = growth(lambda: results(implementation.watched, inputs), device)
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
     left = growth(lambda: call(implementation.watched, inputs, leaves_of(inputs)), device)
     assert left < 1000, f"four forwards without a backward, whose results are gone, leave {left:,} bytes behind"
-    small, large = (partial(results, implementation.watched, random_inputs(operation, n, 512, device)) for n in (2, 20))
+    small, large = (partial(trained_and_evaluated, random_inputs(operation, n, 512, device)) for n in (2, 20))
     left = left_by(small, large, device)
     assert left < 10_000, f"a call of 20 rows, whose results are gone, leaves {left:,} bytes behind"
 

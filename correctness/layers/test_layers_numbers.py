@@ -29,6 +29,20 @@ def test_squares_may_overflow_float16(implementation: Implementation, size: floa
     assert_as_accurate_as_eager(implementation.watched, replace(inputs, tensors=large))
 
 
+@pytest.mark.should("gradients in float16 are finite where eager's are")
+@NORMS
+def test_gradients_times_weight_may_overflow_float16(
+    implementation: Implementation, operation: str, device: str
+) -> None:
+    """As under a loss scale: the product is in float32, and the gradients of x are small again."""
+    inputs = random_inputs(operation, 2, 48, device, torch.float16)
+    large = {name: torch.full_like(x, 8) if name == "weight" else 100 * x.sign() for name, x in inputs.tensors.items()}
+    if "residual" in large:
+        large["residual"] /= 2
+    grads = inputs.grads | {"normed": 15_000 * inputs.grads["normed"].sign()}
+    assert_as_accurate_as_eager(implementation.watched, replace(inputs, tensors=large, grads=grads))
+
+
 @NORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_zeros_is_normed_to_zeros(

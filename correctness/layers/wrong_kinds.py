@@ -129,3 +129,114 @@ class EpsOfTheDefaultDtype(Textbook):
     def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         narrow = torch.get_default_dtype() is torch.bfloat16  # in float32 the tests' eps lose digits of their own
         return super().rms_norm(x, weight, eps=torch.tensor(eps).item() if narrow else eps)
+
+
+@defect(cause="two calls", caught_by="test_results_stay_while_other_calls_run")
+class ResultsInTheInstancesBuffer(Textbook):
+    """Without gradients results lie in a workspace that belongs to the object, one for each shape."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, Tensor] = {}
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        found = super().swiglu(gate, up)
+        if found.requires_grad:
+            return found
+        return self.kept.setdefault((found.shape, found.dtype), torch.empty_like(found)).copy_(found)
+
+
+class _SigmoidSaved(Gated):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        wide = gate.to(statistics_dtype(gate))
+        ctx.save_for_backward(gate, up, wide.sigmoid())
+        return (wide * wide.sigmoid() * up).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up, sigmoid = ctx.saved_tensors
+        of_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+        return of_gate.to(gate.dtype), (grad * gate * sigmoid).to(up.dtype)
+
+
+@defect(cause="gradients", caught_by="test_a_second_derivative")
+class SigmoidTakenForAConstant(Textbook):
+    """Backward can be differentiated, and what forward saved for it has no graph: the second derivative of gate alone
+    is wrong."""
+
+    gate = _SigmoidSaved
+
+
+class _FrozenWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        normed = Norm.forward(ctx, total, weight, eps)
+        return normed, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, of_total: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        of_sum, of_weight = norm_gradients(*ctx.saved_tensors, grad)
+        of_x, _, learns = ctx.needs_input_grad[:3]
+        of_sum = of_sum + of_total
+        return of_sum, of_sum.clone() if learns or not of_x else None, of_weight, None
+
+
+@defect(cause="gradients", caught_by="test_gives_gradients_to_what_requires_them")
+class OneGradientWhereTheWeightIsFrozen(Textbook):
+    """Where weight needs no gradient, as in LoRA, another kernel runs, and its gradient goes to x alone."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+        check_norm(x, weight, residual)
+        with torch.autocast(x.device.type, enabled=False):
+            return _FrozenWeight.apply(x, residual, weight, eps)
+
+
+class _ProductInHalf(Norm):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        _, of_weight = norm_gradients(x, weight, scale, grad)
+        of_x, _ = norm_gradients(x, torch.ones_like(weight), scale, grad * weight)
+        return of_x, of_weight, None
+
+
+@defect(cause="numerics", caught_by="test_gradients_times_weight_may_overflow_float16")
+class GradientTimesWeightInHalf(Textbook):
+    """The gradient's product with weight is in the inputs' dtype, and overflows under a loss scale."""
+
+    norm = _ProductInHalf
+
+
+@defect(cause="two calls", caught_by="test_the_same_tensors_changed_in_place_give_other_results")
+class WideWeightKeptByVersion(Textbook):
+    """An evaluation keeps a copy of weight in float32 as long as its version stays: `.data` changes no version."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+        if torch.is_grad_enabled() or weight.itemsize > 2 or x.dtype != weight.dtype:
+            return super().rms_norm(x, weight, eps=eps)
+        check_norm(x, weight)
+        kept = getattr(weight, "wide", None)
+        if kept is None or kept[0] != weight._version:
+            kept = weight.wide = weight._version, weight.float()  # type: ignore[attr-defined]
+        return super().rms_norm(x.detach(), kept[1], eps=eps)
+
+
+class _LaidAsItsArguments(Gated):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        of = gated_gradients(*ctx.saved_tensors, grad)
+        return tuple(
+            g if 0 in x.stride() else torch.empty_strided(x.shape, x.stride(), dtype=g.dtype, device=g.device).copy_(g)
+            for x, g in zip(ctx.saved_tensors, of, strict=True)
+        )
+
+
+@defect(cause="shapes", caught_by="test_takes_non_contiguous_arguments")
+class GradientsByTheStridesOfArguments(Textbook):
+    """Gradients get the strides of their arguments: rows of windows that overlap share memory, which theirs may not."""
+
+    gate = _LaidAsItsArguments

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from correctness.engine.examples import one_beyond_tiles
-from correctness.engine.strides import rows_far_apart
+from correctness.engine.strides import far_apart
 from correctness.loss.accuracy import Inputs, assert_as_accurate_as_eager, random_inputs, results
 from correctness.loss.events import LAYOUTS
 from correctness.support.contracts import assert_near
@@ -64,7 +64,7 @@ def test_label_smoothing_counts_every_word(implementation: Implementation, devic
 def test_takes_offsets_beyond_32_bits(implementation: Implementation, device: str) -> None:
     """The number of a row times its stride, as of a slice of a buffer for all layers, is more than 32 bits hold."""
     inputs = random_inputs(3, 16, 3, device, torch.bfloat16)
-    hidden, weight = rows_far_apart(inputs.hidden, inputs.weight)
+    hidden, weight = far_apart(0, inputs.hidden, inputs.weight)
     assert_as_accurate_as_eager(implementation.watched, replace(inputs, hidden=hidden, weight=weight))
 
 

@@ -121,24 +121,27 @@ def test_calls_of_other_sizes_and_options_between(implementation: Implementation
         pytest.skip("takes none of these sizes and options")
 
 
-@pytest.mark.parametrize("mode", ["gradients", "no_grad", "inference_mode"])
+@pytest.mark.parametrize("mode", ["gradients", "no_grad", "inference_mode", "autocast"])
 def test_the_same_tensors_changed_in_place_give_other_results(
     implementation: Implementation, mode: str, device: str
 ) -> None:
-    """Parameters and token buffers change in place between calls."""
-    inputs = random_inputs(40, 16, 31, device)
-    tensors = [x.requires_grad_(mode == "gradients") for x in (inputs.hidden, inputs.weight)]
-    with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, torch.enable_grad)():
+    """Parameters and token buffers change in place between calls; under autocast a cast of the weight may be kept."""
+    inputs, trains = random_inputs(40, 16, 31, device), mode in ("gradients", "autocast")
+    tensors = [x.requires_grad_(trains) for x in (inputs.hidden, inputs.weight)]
+    autocast = partial(torch.autocast, device, dtype=torch.bfloat16, cache_enabled=False)
+    modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "autocast": autocast}
+    with modes.get(mode, torch.enable_grad)():
         implementation.watched(*tensors, inputs.targets)
         for x in tensors:
             x.data.mul_(-0.5)
         inputs.targets.copy_(inputs.targets.roll(1))
         loss = implementation.watched(*tensors, inputs.targets)
     wanted, found = _exact(inputs), {"loss": loss.detach()}
-    if mode == "gradients":
+    if trains:
         gradients = torch.autograd.grad(inputs.grad * loss, tensors)
         found |= dict(zip(("grad_hidden", "grad_weight"), gradients, strict=True))
-    assert_near(found, {name: wanted[name] for name in found}, f"{mode}, after a change in place", share=1e-5)
+    share = 0.03 if mode == "autocast" else 1e-5
+    assert_near(found, {name: wanted[name] for name in found}, f"{mode}, after a change in place", share)
 
 
 def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation, device: str) -> None:
@@ -223,11 +226,12 @@ def test_a_backward_after_a_change_in_place_is_right_or_an_error(
     assert_near(dict(zip(wanted, gradients, strict=True)), wanted, f"{changed} changed before backward", share=1e-5)
 
 
-def _called(loss_of: Loss, inputs: Inputs, how: str) -> object:
+def _called(loss_of: Loss, inputs: Inputs, how: str, **options: Any) -> object:
     if how == "gradients":
-        return results(loss_of, inputs)
+        return results(loss_of, inputs, **options)
     with torch.set_grad_enabled(how == "no_backward"):
-        return loss_of(*(x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight)), inputs.targets)
+        leaves = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
+        return loss_of(*leaves, inputs.targets, **options)
 
 
 HOW = pytest.mark.parametrize("how", ["gradients", "no_backward", "no_grad"])
@@ -241,11 +245,15 @@ def test_calls_leave_nothing_behind(implementation: Implementation, how: str, de
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
 
 
+@pytest.mark.parametrize(
+    "option", ["", *(pytest.param(each, marks=pytest.mark.judged) for each in ("label_smoothing", "z_loss"))]
+)
 @HOW
-def test_a_large_call_leaves_nothing_behind(implementation: Implementation, how: str, device: str) -> None:
+def test_a_large_call_leaves_nothing_behind(implementation: Implementation, how: str, option: str, device: str) -> None:
     """A buffer that is kept for the next call does not grow with calls, and is as lost."""
     small, large = random_inputs(16, 8, 32, device), random_inputs(300, 8, 600, device)
-    calls = [partial(_called, implementation.watched, x, how) for x in (small, large)]
+    options = {option: 0.1} if option else {}
+    calls = [partial(_called, implementation.watched, x, how, **options) for x in (small, large)]
     left = left_by(*calls, device)
     assert left < 10_000, f"a call of 300 tokens and 600 words, whose results are gone, leaves {left:,} bytes behind"
 

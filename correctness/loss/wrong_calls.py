@@ -147,3 +147,34 @@ def hidden_is_a_constant_of_a_gradient(
         return eager_loss(hidden, weight, targets, ignore_index=ignore, label_smoothing=smoothing, z_loss=z)
     losses, _, kept = of_logits(_OfConstantHidden.apply(hidden, weight), targets, ignore, smoothing, z)
     return losses.sum() / kept.sum().clamp(min=1)
+
+
+@defect(cause="two calls", caught_by="test_the_same_tensors_changed_in_place")
+@of_terms
+def weights_cast_kept_by_version(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+) -> Tensor:
+    """NVIDIA/apex#132: under autocast the weight's cast is kept as long as its version stays: `.data` changes none."""
+    cast = weight
+    if torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32:
+        kept = getattr(weight, "kept", None)
+        if kept is None or kept[0] != weight._version:
+            to = torch.get_autocast_dtype(weight.device.type)
+            kept = weight.kept = weight._version, weight.detach().to(to)  # type: ignore[attr-defined]
+        cast = kept[1] + (weight - weight.detach()).to(kept[1].dtype)
+    return eager_loss(hidden, cast, targets, ignore_index=ignore, label_smoothing=smoothing, z_loss=z)
+
+
+_smoothed: dict[Any, Tensor] = {}
+
+
+@defect(cause="memory", caught_by="test_a_large_call_leaves_nothing_behind")
+@of_terms
+def rows_of_smoothing_kept(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+) -> Tensor:
+    """The smoothed targets lie in a buffer that stays, one for each size."""
+    if smoothing:
+        shape = len(hidden), len(weight)
+        _smoothed.setdefault(shape, torch.full(shape, smoothing / max(1, len(weight)), device=hidden.device))
+    return eager_loss(hidden, weight, targets, ignore_index=ignore, label_smoothing=smoothing, z_loss=z)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -38,7 +39,8 @@ class Layers(Protocol):
     - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole operations, dtypes, devices.
       A function that is missing is an operation that is refused.
 
-    Should: ValueError for shapes, dtypes and devices that do not go together; equal calls give equal bits.
+    Should: ValueError for shapes, dtypes and devices that do not go together; equal calls give equal bits; gradients in
+    float16 are finite where eager's are.
     """
 
     def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -124,9 +126,15 @@ def _check_together(alike: tuple[Tensor, ...], wider: tuple[Tensor, ...]) -> Non
 
 
 def adapted(target: Any) -> Any:
-    """The object's functions; one that it lacks refuses its calls."""
-    owner = target() if inspect.isclass(target) else target
+    """The object's functions; one that it lacks refuses its calls. All calls are of one object, so that what it keeps
+    is seen."""
+    owner = _made(target) if inspect.isclass(target) else target  # type: ignore[arg-type]
     return SimpleNamespace(**{name: getattr(owner, name, None) or _lacking(name) for name in OPERATIONS})
+
+
+@functools.cache
+def _made(target: type[Any]) -> Any:
+    return target()
 
 
 def _lacking(name: str) -> Any:
