@@ -206,6 +206,17 @@ def test_takes_grouped_query_heads(
     assert_as_accurate_as_eager(implementation.watched, random_inputs(*GROUPED[heads], dtype, device), is_causal)
 
 
+@pytest.mark.large
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_adds_up_the_gradients_of_a_large_group(
+    implementation: Implementation, dtype: torch.dtype, device: str
+) -> None:
+    """Each of 64 heads adds to the gradient of v in the same direction, and roundings of partial sums would show."""
+    inputs = random_inputs((1, 64, 32, 16), (1, 1, 32, 16), dtype, device)
+    inputs[3].abs_()
+    assert_as_accurate_as_eager(implementation.watched, inputs, False)
+
+
 NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
     **{how: layout for how, layout in LAYOUTS.items() if how != "contiguous" and "any_strides" not in how},
     # one projection for q, k and v

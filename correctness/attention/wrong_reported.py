@@ -166,3 +166,25 @@ class HalfATileOfZeros(Flash):
         padded = [pad(x, (0, 0, 0, added)) for x in (k, v)]
         grad_q, *others = flash_backward(q, *padded, out, lse, grad, ctx.is_causal)
         return grad_q, *(x[..., :length, :] for x in others), None
+
+
+class _Spread(torch.autograd.Function):
+    """Keys or values (..., heads, rows, columns) for each query head, whose gradients are added head after head."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
+        ctx.group = group
+        return x.repeat_interleave(group, -3)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum(grad.unflatten(-3, (-1, ctx.group)).unbind(-3)), None
+
+
+@defect(cause="numerics", caught_by="test_adds_up_the_gradients_of_a_large_group")
+def heads_of_a_group_added_in_half(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """xlite-dev/ffpa-attn#301: gradients of a group's query heads are added up in half precision."""
+    check_inputs(q, k, v)
+    if (group := kv_group(q, k)) > 1:
+        k, v = (_Spread.apply(x, group) for x in (k, v))
+    return eager_attention(q, k, v, is_causal=is_causal)
