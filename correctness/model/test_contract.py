@@ -68,7 +68,8 @@ def test_large_scores(implementation: Implementation, size: int, device: str) ->
 @float64
 @pytest.mark.parametrize("weights", ["any_weights", "some_are_zero", "frozen_blocks"])
 def test_gradients_are_the_plain_models(implementation: Implementation, weights: str, device: str) -> None:
-    """A weight of zero has a gradient, too: some start training at zero. What lies before frozen blocks trains."""
+    """A weight of zero has a gradient, too: some start training at zero. Blocks before frozen
+    ones train."""
     model, plain = models(implementation, device)
     for name, p in model.named_parameters():
         p.requires_grad_(weights != "frozen_blocks" or not name.startswith(("blocks.1.", "blocks.2.")))

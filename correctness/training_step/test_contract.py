@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -174,3 +175,15 @@ def test_large_gradients_are_not_clipped(implementation: Implementation, device:
     _, expected = exact(of.model, of.tokens, of.targets)
     of.step(of.tokens, of.targets)
     assert_gradients(taken(before, values(of.model), 1.0), expected, 1e-3, "step")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_callers_autocast_changes_nothing(implementation: Implementation, precision: str, device: str) -> None:
+    """A loop may have it on around all its steps: it then casts in backward too, and keeps casts of older weights."""
+    model, inputs, losses = MLPLanguageModel(SIZE).to(device), batch(device), []
+    for around in (nullcontext(), torch.autocast(device, torch.bfloat16)):
+        of = setting(implementation, device, precision, copy.deepcopy(model), lr=1.0)
+        with around:
+            losses.append([of.step(*inputs) for _ in range(3)])
+    for number, (alone, found) in enumerate(zip(*losses, strict=True), 1):
+        assert_loss(found, alone.item(), f"the loss of step {number} under the caller's autocast")

@@ -270,3 +270,12 @@ class CastsByVersion(EagerStep):
         model: Any = partial(functional_call, self.model, used, tie_weights=False)
         with self.precision.autocast(self.device):
             return self._loss(model, tokens, targets)
+
+
+@defect(cause="options", caught_by="test_the_callers_autocast_changes_nothing")
+class SwitchesOffAutocastOfCuda(ByLogits):
+    """jwohlwend/boltz#670: in float32 the caller's autocast is switched off on CUDA alone."""
+
+    def autocast(self) -> Any:
+        on = self.precision.compute != self.precision.parameter
+        return self.precision.autocast(self.device) if on else torch.autocast("cuda", enabled=False)

@@ -67,12 +67,12 @@ class CompileForwardBackward(EagerStep):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
         super().__init__(model, optimizer, **options)
-        self._forward = torch.compile(super().forward, fullgraph=True, dynamic=False)
+        self._compiled_forward = torch.compile(self._forward, fullgraph=True, dynamic=False)
         self._compile_backward = torch.compile(fullgraph=True, dynamic=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with _compiling():
-            return self._forward(tokens, targets)
+            return self._compiled_forward(tokens, targets)
 
     def backward(self, loss: Tensor) -> None:
         """Every node of autograd's graph, the sums into `.grad` included, in one compiled call."""
@@ -103,13 +103,13 @@ class CompileStep(EagerStep):
         self._compiled = torch.compile(self._step, dynamic=False)
 
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = lambda part: None) -> Tensor:
-        with _compiling(trace_autograd_ops=True):
+        with torch.autocast(self.device, enabled=False), _compiling(trace_autograd_ops=True):
             loss = self._compiled(tokens, targets)
         mark("step")
         return loss
 
     def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = self.forward(tokens, targets)
+        loss = self._forward(tokens, targets)
         loss.backward()  # without the scaler, which the compiler does not trace
         loss = loss.detach()  # before the graph break: a graph that returned a differentiable loss would end here
         self.optimizer.step()

@@ -64,6 +64,10 @@ class EagerStep:
         """True if `.grad` holds scaled gradients: a backward ran since the last update."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        torch.clear_autocast_cache()  # inside the caller's autocast it outlives updates of the weights that were cast
+        return self._forward(tokens, targets)
+
+    def _forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.precision.autocast(self.device):
             return self._loss(self.model, tokens, targets)
 
@@ -72,7 +76,8 @@ class EagerStep:
             if left := self._gradients():  # gradients from before the last update, which are unscaled
                 torch._foreach_mul_(left, self.scaler.get_scale())
             self._scaled = True
-        self.scaler.scale(loss).backward()
+        with torch.autocast(self.device, enabled=False):  # the caller's; backward's products have forward's dtypes
+            self.scaler.scale(loss).backward()
 
     def update(self) -> None:
         """Take the optimizer's step, or skip it if float16 gradients overflowed."""
