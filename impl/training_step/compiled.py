@@ -71,7 +71,7 @@ class CompileForwardBackward(EagerStep):
         self._compile_backward = torch.compile(fullgraph=True, dynamic=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with _compiling():
+        with torch.autocast(self.device, enabled=False), _compiling():  # or backward would be compiled for the caller's
             return self._compiled_forward(tokens, targets)
 
     def backward(self, loss: Tensor) -> None:

@@ -26,7 +26,8 @@ class TrainingStep(Protocol):
 
     - The loss is the mean cross entropy of all targets but -100, of the whole batch at once: a float32 scalar, as
       accurate as that given the logits, whatever their dtype. Products are in the precision's compute dtype, backward's
-      too, also where the caller's autocast is on. Gradients are those of the loss's own random draws. A loss keeps its value, whatever is called after it.
+      too, also where the caller's autocast is on. Gradients are those of the loss's own random draws. A loss keeps its
+      value, whatever is called after it.
     - Gradients accumulate unscaled in `.grad`, also in those that are there when the step is made, until the caller
       sets them to None. Several losses may wait for their backward. Each `update` is one step of the optimizer, hooks
       of steps included, on the current `.grad`, finite or not, with its current options. The caller may write
