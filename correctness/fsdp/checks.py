@@ -83,7 +83,8 @@ class Deep(nn.Module):
 
 
 class Quantized(nn.Module):
-    """A frozen int8 weight, and a trainable scale of each row, beside a trainable layer."""
+    """A frozen int8 weight, of which forward reads the bits, and a trainable scale of each row, beside a trainable
+    layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +94,8 @@ class Quantized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, DIM) -> (rows, 2 DIM)."""
-        return self.layer(x) + x @ self.quantized.to(x.dtype).T * self.scale
+        low, high = self.quantized & 15, self.quantized >> 4  # an error where a wrapper has cast it
+        return self.layer(x) + x @ (16 * high + low).to(x.dtype).T * self.scale
 
 
 class TeachesItself(nn.Module):

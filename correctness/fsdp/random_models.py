@@ -119,6 +119,24 @@ class Recurrent(Layer):
         return x + self.cell(x[None])[0][0]
 
 
+class Dropping(Layer):
+    """Drops columns at random, for all rows the same ones."""
+
+    def forward(self, x: Tensor, extra: Extra) -> Tensor:
+        return super().forward(x * (torch.rand(DIM) > 0.3).to(x.device), extra)
+
+
+class Scaled(Layer):
+    """A parameter of its own, read before and after its linear layers, which may be units within its unit."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__(width, bias)
+        self.scale = nn.Parameter(0.5 + torch.rand(1))
+
+    def forward(self, x: Tensor, extra: Extra) -> Tensor:
+        return super().forward(x * self.scale, extra) * self.scale
+
+
 KINDS: dict[str, type[Layer]] = {
     "layer": Layer,
     "tied": Tied,
@@ -128,6 +146,8 @@ KINDS: dict[str, type[Layer]] = {
     "branches": Branches,
     "parametrized": Parametrized,
     "recurrent": Recurrent,
+    "dropping": Dropping,
+    "scaled": Scaled,
 }
 
 
@@ -164,10 +184,12 @@ class Recipe:
 
     layers: tuple[Made, ...]
     units: str
-    """Modules to wrap: the linear layers, the layers, or the root module alone."""
+    """Modules to wrap: the linear layers, the layers, both, or the root module alone."""
+    order: tuple[int, ...]
+    """The layers, by their index, in the order of their calls."""
 
     def __str__(self) -> str:
-        return f"{', '.join(map(str, self.layers))}; units: {self.units}"
+        return f"{', '.join(map(str, self.layers))}; called in the order {self.order}; units: {self.units}"
 
     def make(self, seed: int, device: str) -> RandomModel:
         """Make the model in the dtype of exact checks; the same seed gives the same weights."""
@@ -177,16 +199,18 @@ class Recipe:
 
     def wrap(self, module: nn.Module) -> list[nn.Module]:
         """Wrap policy of this recipe. Tied parameters belong to the root module."""
-        kinds: Any = {"linears": nn.Linear, "layers": Layer, "root": ()}[self.units]
+        kinds: Any = {"linears": nn.Linear, "layers": Layer, "both": (Layer, nn.Linear), "root": ()}[self.units]
         layers = [layer for layer in module.modules() if isinstance(layer, Layer)]
         roots = {part for layer in layers if isinstance(layer, Tied) for part in layer.modules()}
         return [part for part in module.modules() if isinstance(part, kinds) and part not in roots]
 
 
+IN_LINEARS = ("layer", "unused", "counting", "branches", "parametrized", "dropping")
 RECOMPUTED = {
     "root": (),
-    "layers": ("layer", "unused", "counting", "branches", "parametrized", "recurrent"),
-    "linears": ("layer", "unused", "counting", "branches", "parametrized"),
+    "layers": (*IN_LINEARS, "recurrent", "scaled"),
+    "both": (*IN_LINEARS, "recurrent", "scaled"),
+    "linears": IN_LINEARS,
 }
 """By the units, kinds of layers that may be recomputed in backward: those that read no parameter of the root, as only a
 unit's own forward runs again. A rank without rows saves nothing of "some rows": ranks would differ in what runs."""
@@ -204,7 +228,9 @@ def recipes(draw: st.DrawFn, without: tuple[str, ...] = (), recomputes: bool = T
         frozen, times = draw(st.sampled_from(["", "", "", "all", "first"])), draw(st.sampled_from([1, 1, 1, 2]))
         return Made(kind, draw(st.sampled_from([1, 2, 5, 9])), draw(st.booleans()), frozen, times, again)
 
-    return Recipe(tuple(made() for _ in range(draw(st.integers(1, 4)))), units)
+    layers = tuple(made() for _ in range(draw(st.integers(1, 4))))
+    order = draw(st.permutations([i for i, layer in enumerate(layers) for _ in range(layer.times)]))
+    return Recipe(layers, units, tuple(order))
 
 
 class RandomModel(nn.Module):
@@ -214,7 +240,7 @@ class RandomModel(nn.Module):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.layers = nn.ModuleList(made.layer() for made in recipe.layers)
-        self.order = [i for i, made in enumerate(recipe.layers) for _ in range(made.times)]
+        self.order = recipe.order
         self.recomputed = {i for i, made in enumerate(recipe.layers) if made.recomputed}
         self.scale = nn.Parameter(torch.rand(1))  # PyTorch shards no parameter without dimensions
         self.output = nn.Linear(DIM, 2 * DIM)

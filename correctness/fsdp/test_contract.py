@@ -27,6 +27,7 @@ from correctness.fsdp.checks import (
     whole_backward,
     wrap,
 )
+from correctness.support.exact import ROUNDINGS
 from correctness.support.global_state import global_state_stays
 from correctness.support.own_model import (
     OWN,
@@ -41,7 +42,6 @@ from correctness.support.whole_batch import (
     DIM,
     MODULES,
     STEPS,
-    TiedAndFrozen,
     batch,
     exact_single_process,
     loss,
@@ -55,11 +55,10 @@ from shardmark.ranks.world import World
 pytestmark = pytest.mark.family("fsdp")
 
 
-@pytest.mark.parametrize("kind", [Odd, TiedAndFrozen], ids=["odd", "tied_and_frozen"])
+@pytest.mark.parametrize("name", ["odd", "tied_and_frozen", "strided", "quantized"])
 @on_every_rank
-def test_every_rank_starts_from_rank_0s_parameters(
-    implementation: Implementation, kind: type[nn.Module], device: str
-) -> str:
+def test_every_rank_starts_from_rank_0s_parameters(implementation: Implementation, name: str, device: str) -> str:
+    kind = (ODD_MODULES | MODULES)[name]
     model = wrap(implementation, make(kind, dist.get_rank(), device), wrap=whole)
     return as_expected("rank 0's", full(model), parameters_of(make(kind, 0, device)), tolerance=0)
 
@@ -139,11 +138,13 @@ def test_modules_keep_their_classes(implementation: Implementation, device: str)
 @on_every_rank
 def test_forward_computes_with_the_full_parameters(implementation: Implementation, name: str, device: str) -> str:
     kind = ODD_MODULES[name]
-    model, plain = both(implementation, kind, device)
+    casts = name == "quantized"  # and leaves integers as they are
+    model, plain = both(implementation, kind, device, compute_dtype=torch.float32 if casts else None)
     x, _ = own_batch(0, device)
     before = x.clone()
+    close = ROUNDINGS * torch.finfo(torch.float32).eps if casts else None
     with torch.no_grad():
-        output = as_expected("the output of", {"forward": model(x)}, {"forward": plain(x)})
+        output = as_expected("the output of", {"forward": model(x)}, {"forward": plain(x)}, close)
     return output or ("" if torch.equal(x, before) else "forward changed its input")
 
 

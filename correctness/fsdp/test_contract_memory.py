@@ -91,11 +91,13 @@ def test_parameters_are_shards_that_make_up_the_model(
     )
 
 
-def held_on_rank(implementation: Implementation, make: Callable[[str], nn.Module], device: str) -> dict[str, int]:
+def held_on_rank(
+    implementation: Implementation, make: Callable[[str], nn.Module], compute: torch.dtype | None, device: str
+) -> dict[str, int]:
     """Bytes live after wrapping and after steps; leaks of several steps add up."""
     x = torch.ones(1, WIDTH, device=device)
     with meter(device) as memory:
-        model = wrap(implementation, make(device))
+        model = wrap(implementation, make(device), compute_dtype=compute)
         memory.mark("once the module is wrapped")
         optimizers = SGDs(model)
         for _ in range(4):
@@ -134,23 +136,27 @@ def _assert_none(problem: str) -> None:
 
 def test_each_rank_stores_its_share(implementation: Implementation, world: World, device: str) -> None:
     limits = {"once the module is wrapped": (1 / world.size + SLACK) * TOTAL}
-    _assert_none(least(world, limits, held_on_rank, implementation, layers, device))
+    _assert_none(least(world, limits, held_on_rank, implementation, layers, None, device))
 
 
-@pytest.mark.parametrize("make", GRADIENTS)
+@pytest.mark.parametrize(("make", "compute"), [*((make, None) for make in GRADIENTS), (frozen_first, torch.bfloat16)])
 def test_after_a_step_only_shards_are_left(
-    implementation: Implementation, world: World, make: Callable[[str], nn.Module], device: str
+    implementation: Implementation,
+    world: World,
+    make: Callable[[str], nn.Module],
+    compute: torch.dtype | None,
+    device: str,
 ) -> None:
     """Their gradients may stay as well: FSDP1 keeps the flat tensor behind them until the next step."""
     limits = {"after four steps, gradients set to None": ((1 + GRADIENTS[make]) / world.size + SLACK) * TOTAL}
-    _assert_none(least(world, limits, held_on_rank, implementation, make, device))
+    _assert_none(least(world, limits, held_on_rank, implementation, make, compute, device))
 
 
-def evaluated_on_rank(implementation: Implementation, device: str) -> dict[str, int]:
+def evaluated_on_rank(implementation: Implementation, compute: torch.dtype | None, device: str) -> dict[str, int]:
     """Bytes live after evaluations, of which one is before any step."""
     x = torch.ones(1, WIDTH, device=device)
     with meter(device) as memory:
-        model = wrap(implementation, layers(device))
+        model = wrap(implementation, layers(device), compute_dtype=compute)
         for step in range(2):
             with torch.no_grad():
                 model(x)
@@ -164,10 +170,14 @@ def evaluated_on_rank(implementation: Implementation, device: str) -> dict[str, 
 EVALUATIONS = "after an evaluation", "after an evaluation that follows a step"
 
 
-def test_full_parameters_are_freed_after_evaluation(implementation: Implementation, world: World, device: str) -> None:
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_full_parameters_are_freed_after_evaluation(
+    implementation: Implementation, world: World, compute: torch.dtype | None, device: str
+) -> None:
     """Two of six layers may stay whole in memory, as the root module's own parameters do in PyTorch's FSDP2."""
-    limits = dict(zip(EVALUATIONS, ((share / world.size + 0.5 + SLACK) * TOTAL for share in (1, 2)), strict=True))
-    _assert_none(least(world, limits, evaluated_on_rank, implementation, device))
+    whole = 0.25 if compute else 0.5
+    limits = dict(zip(EVALUATIONS, ((share / world.size + whole + SLACK) * TOTAL for share in (1, 2)), strict=True))
+    _assert_none(least(world, limits, evaluated_on_rank, implementation, compute, device))
 
 
 def moments_on_rank(implementation: Implementation, options: dict[str, Any], device: str) -> dict[str, int]:

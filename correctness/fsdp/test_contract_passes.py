@@ -1,5 +1,6 @@
 """Contract over several passes: accumulation, several forwards before backward, evaluation, two models, saved state."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -123,19 +124,25 @@ def test_a_model_may_be_applied_to_its_own_output(implementation: Implementation
     return gradients_as_expected("of the model of the model, the gradient of", model, plain)
 
 
+def _chained(first: Any, second: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: second(first(x)[:, :DIM])  # type: ignore[no-any-return]
+
+
 @on_every_rank
 def test_two_models_do_not_disturb_each_other(implementation: Implementation, device: str) -> str:
-    """Two models of equal shapes: forward of both, backward of both, then steps of both."""
+    """Two models of equal shapes: a backward for each, one for the sum of their losses, one for the second of the
+    first."""
     seeds = (0, 1)
     models = [wrap(implementation, make(Odd, seed, device)) for seed in seeds]
     plains = [make(Odd, seed, device) for seed in seeds]
     optimizers = SGDs(*models, *plains)
-    for step in range(2):
+    for step in range(3):
         optimizers.zero_grad()
-        losses = [loss(model, *own_batch(step + 5 * i, device)) for i, model in enumerate(models)]
-        for i, plain in enumerate(plains):
+        sharded, whole = (each if step < 2 else [_chained(*each)] for each in (models, plains))
+        losses = [loss(model, *own_batch(step + 5 * i, device)) for i, model in enumerate(sharded)]
+        for i, plain in enumerate(whole):
             whole_backward(plain, step + 5 * i, device)
-        for each in losses:
+        for each in losses if step == 0 else [torch.stack(losses).sum()]:
             each.backward()
         for model in models:
             model.finish_gradient_synchronization()

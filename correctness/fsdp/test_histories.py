@@ -28,6 +28,8 @@ from shardmark.ranks.world import World
 pytestmark = pytest.mark.family("fsdp")
 
 OPTIONS = ({}, {}, {"compute_dtype": torch.float32}, {"reduce_dtype": torch.float32})
+VALUED = ("forward", "backward", "drop", "load")
+"""Events that have a value."""
 HISTORIES_EACH = 8
 """Histories per example that the test's mark counts."""
 
@@ -39,8 +41,6 @@ class Traits(NamedTuple):
     """Built on PyTorch's FSDP, which has limits of its own."""
     without: tuple[str, ...]
     """Kinds of layers that it cannot take."""
-    without_alone: tuple[str, ...]
-    """Kinds of layers that it cannot take in a process group of one rank."""
     recomputes: bool
     """Takes layers that are recomputed where the model calls them. One without units gathers in its own call alone."""
     saves: bool
@@ -54,13 +54,13 @@ def traits(implementation: Implementation, device: str) -> Traits:
     if not of_torch and any(isinstance(p, DTensor) for p in model.parameters()):
         without = ("some rows",)  # DTensors are reduced one by one, so every rank must have each gradient
     clips = hasattr(model, "clip_grad_norm_") and not contains(model, FSDP1)
-    # On one rank PyTorch's FSDP1 no longer gathers an unused unit after a backward.
-    alone = ("unused",) if contains(model, FSDP1) else ()
-    return Traits(of_torch, without, alone, implementation.accepts("wrap"), hasattr(model, "state_dict"), clips)
+    if contains(model, FSDP1):  # docs/pytorch-defects.md; on one rank it no longer gathers such a unit after a backward
+        without += ("unused",)
+    return Traits(of_torch, without, implementation.accepts("wrap"), hasattr(model, "state_dict"), clips)
 
 
 class Event(NamedTuple):
-    """One event. `value`: the index of the loss whose backward runs, or a seed for a forward."""
+    """One event. `value`: the index of the loss whose backward runs, or a seed; an odd one loads into a new model."""
 
     kind: str
     value: int = 0
@@ -84,7 +84,7 @@ class History:
 
 
 @st.composite
-def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
+def histories(draw: st.DrawFn, of: Traits) -> History:
     in_groups = draw(one_in(3))
     options = dict(draw(st.sampled_from(OPTIONS)))
     if not of.of_torch and draw(one_in(3)):
@@ -98,7 +98,7 @@ def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
         waiting += {"forward": 1, "backward": -1, "drop": -1, "step": -waiting, "load": -waiting}.get(kind, 0)
         unsynchronized = kind == "backward" or (unsynchronized and kind != "finish")
         used = kind in ("forward", "evaluate") or (used and kind != "backward")
-        return Event(kind, draw(st.integers(0, 1023)) if kind in ("forward", "backward", "drop") else 0)
+        return Event(kind, draw(st.integers(0, 1023)) if kind in VALUED else 0)
 
     def following() -> Event:
         """Draw the next event. PyTorch's FSDP keeps what a call gathered, also in inference mode, until the next
@@ -118,24 +118,19 @@ def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
         events.append(event("backward"))
     unused = [] if of.of_torch else ["forward"]  # a forward without backward
     events += [event(kind) for kind in ("forward", "backward", "finish", *unused, "step", "evaluate", "gather")]
-    without = of.without + of.without_alone * (ranks < 4 and in_groups)  # with three ranks the odd group has one
-    return History(draw(recipes(without, of.recomputes)), options, in_groups, events)
+    return History(draw(recipes(of.without, of.recomputes)), options, in_groups, events)
 
 
 class Beside:
     """A sharded and an unsharded model with equal weights on this rank; each event runs on both."""
 
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
-        self.device, self.group = device, even_and_odd_ranks()[1] if history.in_groups else None
+        self.implementation, self.history, self.device = implementation, history, device
+        self.group = even_and_odd_ranks()[1] if history.in_groups else None
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         in_float32 = exact() == torch.float32 or {"compute_dtype", "reduce_dtype"} & history.options.keys()
         self.tolerance = 1e-3 if in_float32 else 1e-9
-        seeds = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        self.plain = history.recipe.make(seeds[0], device)
-        module = history.recipe.make(seeds[self.rank], device)
-        options: dict[str, Any] = {"process_group": self.group, "wrap": history.recipe.wrap, **history.options}
-        self.model = wrap(implementation, module, **options)
-        self.optimizers = SGDs(self.model, self.plain)
+        self._make(0)
         self.open: list[tuple[Rows, Tensor, Rows, Tensor]] = []  # losses whose backward has not run yet
         self.kept: list[object] = []
         self.returned: list[tuple[Tensor, Tensor]] = []
@@ -144,8 +139,16 @@ class Beside:
         self.saved = self._state()
         self.wrong = self.starts_right()
 
+    def _make(self, seed: int) -> None:
+        seeds = [seed + rank for rank in dist.get_process_group_ranks(self.group or dist.group.WORLD)]
+        recipe = self.history.recipe
+        self.plain = recipe.make(seeds[0], self.device)
+        options: dict[str, Any] = {"process_group": self.group, "wrap": recipe.wrap, **self.history.options}
+        self.model = wrap(self.implementation, recipe.make(seeds[self.rank], self.device), **options)
+        self.optimizers = SGDs(self.model, self.plain)
+
     def play(self, event: Event) -> None:
-        found = getattr(self, event.kind)(*[event.value] * (event.kind in ("forward", "backward", "drop")))
+        found = getattr(self, event.kind)(*[event.value] * (event.kind in VALUED))
         self.wrong = self.wrong or found or ""
 
     def problem(self) -> str:
@@ -183,9 +186,14 @@ class Beside:
         sides = {i for i in range(8) if value >> 2 + i & 1}
         for rows in (mine, every):
             rows.require_gradients(inputs)
+        torch.manual_seed(value)
         outputs = mine.outputs(self.model)
+        drawn = torch.get_rng_state()
         self.returned += [(each.detach(), each.detach().clone()) for each in (*outputs["output"], *outputs["sides"])]
+        torch.manual_seed(value)
         plains = every.outputs(self.plain)
+        if not torch.equal(drawn, torch.get_rng_state()):
+            return "a call draws other random numbers than without the wrapper"
         self.open.append((mine, mine.loss(outputs, sides), every, every.loss(plains, sides)))
         found, expected = ([each.requires_grad for each in tree_leaves(of)] for of in (outputs, plains))
         return "" if found == expected else f"which outputs require a gradient: {found}, without the wrapper {expected}"
@@ -237,11 +245,14 @@ class Beside:
     def save(self) -> None:
         self.saved = self._state()
 
-    def load(self) -> None:
+    def load(self, value: int) -> str:
+        if value % 2:
+            self._make(value)
         mine, plains = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.saved)
         self.model.load_state_dict(mine)
         self.plain.load_state_dict(plains)
         self.open.clear()
+        return self.gather()
 
     def switch_mode(self) -> None:
         training = not self.plain.training
@@ -251,7 +262,10 @@ class Beside:
     def evaluate(self, inference: bool = False) -> str:
         rows = Rows.of(99, self.ranks, self.device)
         with torch.inference_mode() if inference else torch.no_grad():
-            found, expected = (rows.loss(rows.outputs(model), {0, 1}) for model in (self.model, self.plain))
+            torch.manual_seed(0)
+            found = rows.loss(rows.outputs(self.model), {0, 1})
+            torch.manual_seed(0)
+            expected = rows.loss(rows.outputs(self.plain), {0, 1})
         return as_expected("without gradients, the", {"loss": found}, {"loss": expected}, self.tolerance)
 
     def infer(self) -> str:
@@ -268,4 +282,4 @@ def test_any_history_is_as_without_sharding(
     implementation: Implementation, world: World, examples: int, device: str
 ) -> None:
     of = world.run(traits, implementation, device)[0]
-    hold_on_ranks(world, histories(of, world.size), Beside, implementation, device, HISTORIES_EACH * examples)
+    hold_on_ranks(world, histories(of), Beside, implementation, device, HISTORIES_EACH * examples)

@@ -1,10 +1,13 @@
 """Planted defects: full sharding that is wrong in uses that are less common."""
 
 from collections.abc import Iterator
-from typing import Any
+from itertools import count
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from correctness.fsdp.right import InFloat32
 from correctness.fsdp.small_fsdp import SmallFSDP
@@ -125,7 +128,7 @@ class CastsWhereThereAreParameters(FullyShardedDataParallel):
         return cast if unit.flats else (args, kwargs)
 
 
-@defect(cause="two calls", caught_by="test_any_history_is_as_without_sharding")
+@defect(cause="two calls", caught_by="test_activations_may_be_recomputed_in_backward")
 class ReshardedBeforeItIsRead(FullyShardedDataParallel):
     """deepspeedai/DeepSpeed#8130: a frozen unit whose forward runs again in backward is resharded behind it, before
     backward reads it."""
@@ -162,3 +165,101 @@ class WaitsForABackwardThatDoesNotCome(FullyShardedDataParallel):
             if unit not in reached:
                 unit.begin_gather()
                 unit.finish_gather()
+
+
+@defect(cause="two calls", caught_by="test_two_models_do_not_disturb_each_other")
+class OneCallbackOfAPass(SmallFSDP):
+    """Whether the end of a backward pass calls back is noted in the class: only one model of a pass reduces there."""
+
+    queued: ClassVar[bool] = False
+
+    def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
+        vars(self).setdefault("waiting", []).append((shard, gradient))
+        if not OneCallbackOfAPass.queued:
+            OneCallbackOfAPass.queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_of_pass)
+
+    def end_of_pass(self) -> None:
+        OneCallbackOfAPass.queued = False
+        for shard, gradient in vars(self).pop("waiting"):
+            super().begin_reduce(shard, gradient)
+
+
+@defect(cause="numerics", caught_by="test_forward_computes_with_the_full_parameters")
+class CastsIntegers(SmallFSDP):
+    """Casts every parameter to the compute dtype, and so packed bits, which are then numbers."""
+
+    def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
+        return self.gather(shard, self.shapes[shard], self.compute_dtype)
+
+
+@defect(cause="numerics", caught_by="test_clipping_is_by_the_norm_over_all_ranks")
+class LeavesPaddingUnwritten(SmallFSDP):
+    """Padding is what lay in memory before: no parameter reads it, but the norm of gradients does."""
+
+    def padded(self, full: Tensor) -> Tensor:
+        flat = full.new_empty(-(-full.numel() // self.ranks) * self.ranks)
+        flat[: full.numel()] = full.reshape(-1)
+        return flat
+
+
+@defect(cause="random numbers", caught_by="test_any_history_is_as_without_sharding")
+class DropsOthersInBackward(SmallFSDP):
+    """Runs a forward again in backward, with other random numbers; one that has buffers runs once."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if any(True for _ in self.module.buffers()):
+            return super().forward(*args, **kwargs)
+        return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+@defect(cause="two calls", caught_by="test_any_history_is_as_without_sharding")
+class OneUnitIsCurrent(FullyShardedDataParallel):
+    """The forward of a unit reshards the unit before it, the root excepted: also one that is around it."""
+
+    current: Unit | None = None
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not backward_runs():
+            if self.current not in (None, self._root, unit):
+                self.current.reshard()
+            self.current = unit
+        return super()._before_forward(unit, module, args, kwargs)
+
+
+@defect(cause="memory", caught_by="test_after_a_step_only_shards_are_left")
+class KeepsTheCastCopy(SmallFSDP):
+    """Frees what it gathered, and not what it has cast of that to the compute dtype."""
+
+    def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
+        full = super().gather_to_compute(shard)
+        if full.dtype != shard.dtype:
+            self.__dict__.setdefault("low", {})[shard] = full
+        return full
+
+
+@defect(cause="communication", caught_by="test_every_rank_starts_from_rank_0s_parameters")
+class StartsFromOwnIntegers(SmallFSDP):
+    """Sends the others the first rank's floating-point parameters alone."""
+
+    def synchronize_start(self) -> None:
+        parameters = (p for p in self.module.parameters() if p.is_floating_point())
+        for tensor in (*parameters, *self.module.buffers()):
+            dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+
+
+@defect(cause="state", caught_by="test_any_history_is_as_without_sharding")
+class NumbersItsState(SmallFSDP):
+    """Keys of its state have a number that no other wrapper of the process has."""
+
+    numbers = count()
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.prefix = f"{next(self.numbers)}."
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {self.prefix + key: value for key, value in super().state_dict(*args, **options).items()}
+
+    def load_state_dict(self, state: Any, *args: Any, **options: Any) -> Any:
+        return super().load_state_dict({key.removeprefix(self.prefix): x for key, x in state.items()}, *args, **options)

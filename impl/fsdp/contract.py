@@ -25,7 +25,7 @@ class FullySharded(Protocol):
 
     - Wrapping gives every rank the parameters and buffers of the group's first rank. `parameters()` are then, and after
       an evaluation, this rank's shards, in the parameters' own dtype, for any optimizer; some may be empty. Modules
-      keep their classes. Wrapping draws no random numbers.
+      keep their classes. Wrapping draws no random numbers, and a call its module's alone.
     - A call is the module's own: arguments, hooks, outputs (in tuples, lists and dicts too, of which a loss may use
       any, and in subclasses of these and dataclasses, which keep their classes), gradients of inputs. Where a
       unit's inputs or outputs are changed in place it is right, or an error; its forward may run again in backward.
@@ -40,10 +40,10 @@ class FullySharded(Protocol):
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
       is left, and after an evaluation little more. Ranks outside of the group take no part; several models do not
       disturb one another.
-    - With `compute_dtype`, parameters and floating-point inputs are cast to it, and matrices are multiplied in it, in
+    - With `compute_dtype`, floating-point parameters and inputs are cast to it, and matrices are multiplied in it, in
       evaluation too; each wrapper has its own. With `reduce_dtype` gradients are communicated in it; the default is
       the compute dtype or the gradients' own.
-    - If there is a `state_dict`, `load_state_dict` takes its result on the same ranks.
+    - If there is a `state_dict`, `load_state_dict` takes its result on the same ranks, in a wrapper made anew too.
 
     Should: full gradients are freed as backward goes; ValueError for a module without trainable parameters, for a
     wrapper, and on every rank where the ranks' modules differ in names or shapes; `gather_full_parameters` returns

@@ -175,7 +175,8 @@ class _Reading:
         return full
 
     def _gather(self, parameter: DTensor) -> Tensor:
-        gathered_in = self.policy.param_dtype or parameter.dtype
+        cast_to = self.policy.param_dtype if parameter.is_floating_point() else None  # packed bits are integers
+        gathered_in = cast_to or parameter.dtype
         reduced_in = self.policy.reduce_dtype or parameter.dtype
         shards = parameter
         if self._shards is not None:  # without this, DTensor's backward begins with an all-reduce of the full gradient
