@@ -10,6 +10,7 @@ from torch import Tensor
 
 from correctness.sharded_optimizer.simple_zero import Group, SimpleZero, options
 from correctness.support.planting import right
+from impl.distributed import broadcast_in_place
 from impl.sharded_optimizer import ShardedOptimizer
 
 
@@ -127,7 +128,7 @@ class FirstGradientAssigns(OneEach):
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, owner in sorted(self.owned.items()):
-            dist.broadcast(parameters[i].data, group=self.process_group, group_src=owner)
+            broadcast_in_place(parameters[i].data, self.process_group, owner)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state, owners included."""
