@@ -64,6 +64,28 @@ class Taking(nn.Module):
         return self.layer(x[0] if isinstance(x, list) else x)
 
 
+@COMPUTE
+@on_every_rank
+def test_weights_that_are_written_by_data_are_read(
+    implementation: Implementation, compute: torch.dtype | None, device: str
+) -> str:
+    """Some optimizers, and averages of weights, write them so: no version counts it."""
+    model = wrap(implementation, make(Taking, 0, device, torch.float32), compute_dtype=compute)
+    x = torch.rand(3, DIM, device=device)
+    for trains in (False, True, False):
+        with torch.set_grad_enabled(trains):
+            before = model(x)
+            if trains:
+                before.sum().backward()
+                model.finish_gradient_synchronization()
+            for p in model.parameters():
+                p.data.mul_(2)  # the outputs too, to the bit
+            after = model(x)
+        if not torch.equal(after, 2 * before):
+            return f"with compute_dtype={compute} a call after weights were written by .data does not read them"
+    return ""
+
+
 class Attributes(dict[str, Any]):
     """A dict whose items are attributes too, as libraries' outputs are."""
 

@@ -227,3 +227,15 @@ class PlainDicts(SmallFSDP):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
         return dict(out) if isinstance(out, dict) else out
+
+
+@defect(cause="numerics", caught_by="test_weights_that_are_written_by_data_are_read")
+class CastsOnceForEachVersion(SmallFSDP):
+    """sgl-project/sglang#30247: casts are kept by the shard's version, which writes by `.data` do not change."""
+
+    def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
+        kept = self.__dict__.setdefault("kept", {})
+        version, cast = kept.get(shard, (None, None))
+        if version != shard._version:
+            version, cast = kept[shard] = shard._version, super().gather_to_compute(shard).detach()
+        return cast
