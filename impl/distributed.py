@@ -98,13 +98,14 @@ def broadcast_in_place(tensor: Tensor, process_group: dist.ProcessGroup | None, 
 
     A collective sends memory as it lies, and Gloo has none for some dtypes: so bytes are sent, in the elements' order.
     """
-    for dim in reversed(range(tensor.dim())):
-        if tensor.stride(dim) == 0:  # expanded: its elements along `dim` are one
-            tensor = tensor.select(dim, 0)
     sent = tensor.detach().resolve_conj().resolve_neg().contiguous()
     dist.broadcast(sent.as_strided((sent.numel(),), (1,)).view(torch.uint8), group=process_group, group_src=source)
-    if sent.data_ptr() != tensor.data_ptr():
-        tensor.copy_(sent)
+    if sent.data_ptr() == tensor.data_ptr() or not tensor.numel():
+        return
+    for dim in reversed(range(tensor.dim())):
+        if tensor.stride(dim) == 0:  # expanded: its elements along `dim` are one
+            tensor, sent = tensor.select(dim, 0), sent.select(dim, 0)
+    tensor.copy_(sent)
 
 
 def _first_difference(own: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[int, str, str, str]:

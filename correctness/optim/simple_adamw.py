@@ -1,6 +1,7 @@
 """A right AdamW with a method for each part; each planted defect changes one."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ class Simple(torch.optim.Optimizer):
         if not (min(lr, eps, weight_decay) >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay} is out of range")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Load a copy: torch's own method keeps the tensors that it is given."""
+        super().load_state_dict(deepcopy(state_dict))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -38,8 +38,13 @@ def test_the_first_step_has_the_length_of_lr(implementation: Implementation, dev
     assert_near(start - found, 0.1 * grad.sign(), 1e-10, "the first step")
 
 
-def test_corrections_of_betas_near_1_in_float32(implementation: Implementation, device: str) -> None:
+def test_corrections_of_betas_near_1_in_float32(
+    implementation: Implementation, device: str, request: pytest.FixtureRequest
+) -> None:
     """1 - beta**step cancels: in float32 it loses five of seven digits in the first step with beta2 = 0.99999."""
+    if device == "cuda" and implementation.name == "torch_fused":
+        why = "its second moments are too small, 1.4e-3 for beta2 = 0.99999: docs/pytorch-defects.md"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     start, grad = (x.to(device) for x in (torch.zeros(3), torch.tensor([1e-3, 5.0, -200.0])))
     options: dict[str, Any] = {"lr": 1.0, "eps": 0.0, "weight_decay": 0.0, "betas": (0.999, 0.99999)}
     (found,) = train(implementation.watched, [start], [[grad]], **options)

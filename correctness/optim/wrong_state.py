@@ -239,6 +239,8 @@ class MasterOfASkippedStep(AdamW):
 class SharesALoadedState(Simple):
     """torch's own `load_state_dict` copies no tensor whose dtype and device are right: two optimizers step on it."""
 
+    load_state_dict = torch.optim.Optimizer.load_state_dict
+
 
 @defect(cause="memory", caught_by="test_steps_after_the_first_keep_nothing_more")
 class MomentsWithAGraph(Simple):

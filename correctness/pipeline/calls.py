@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from correctness.pipeline.stages import build, builder, loss, micro_batches
 from correctness.pipeline.training import Trained, group_of, in_one_process, named
+from correctness.support.waiting import wait_until
 from impl.pipeline import gpipe, one_forward_one_backward, run
 from impl.pipeline.actions import Action
 from impl.pipeline.runner import Does
@@ -156,10 +157,14 @@ def note_on_rank(implementation: Implementation, mesh: Mesh, count: int, device:
     noted.memory += [("an input", StorageWeakRef(x.untyped_storage())) for (x,) in inputs]
     noted.memory += [("a target", StorageWeakRef(y.untyped_storage())) for y in targets]
     del inputs, targets
-    gc.collect()
-    alive = {what for what, memory in noted.memory if not memory.expired()}
     messages = {f"an output of stage {stage - 1}" for stage in pipeline.modules}  # between stages of this rank
-    return len(noted.marks), noted.most, sorted(alive - messages)
+
+    def alive() -> list[str]:
+        return sorted({what for what, memory in noted.memory if not memory.expired()} - messages)
+
+    gc.collect()
+    wait_until(lambda: not alive(), seconds=2)  # a message that was sent may hold its tensor for a moment
+    return len(noted.marks), noted.most, alive()
 
 
 def complaints_of_memory(ranks: list[tuple[int, int, list[str]]], stated: Any, count: int) -> Iterator[str]:

@@ -136,6 +136,7 @@ class Training:
                 p.requires_grad_(False)
         if loss.requires_grad:
             loss.backward()
+            self.optimizer.finish_gradient_synchronization()  # type: ignore[attr-defined]
 
     def values(self) -> list[Tensor]:
         return [p.detach().cpu().clone() for p in self.parameters]

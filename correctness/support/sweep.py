@@ -12,8 +12,8 @@ from shardmark.api.mesh import Mesh
 from shardmark.plugin.session import SESSION, Session
 
 MOST_RANKS_BRIEFLY = 2
-"""Implementations registered with `tested_briefly` run on more ranks, and random examples, only in the sweep; on more
-ranks also where the user asks for numbers of ranks."""
+"""Implementations registered with `tested_briefly` run on more ranks only in the sweep, or where the user asks for
+numbers of ranks."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -22,8 +22,6 @@ DIM, HEADS, SHARE = 48, 24, 0.25
 SHAPES = {"attention.wo": (2, 12), "feed_forward.w2": (5, 5), "heads": (64, 1)}
 """Rows and context by the place of dropout: behind a product, or on attention's shares, of which a token alone has one
 for each head."""
-
-
 OTHER = {"attention.wo": ("feed_forward.w2", 0), "feed_forward.w2": ("feed_forward.w2", 1), "heads": ("heads", 1)}
 """Place and layer of another dropout, whose values must not be those of layer 0 at this place."""
 

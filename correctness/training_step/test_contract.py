@@ -185,5 +185,8 @@ def test_the_callers_autocast_changes_nothing(implementation: Implementation, pr
         of = setting(implementation, device, precision, copy.deepcopy(model), lr=1.0)
         with around:
             losses.append([of.step(*inputs) for _ in range(3)])
+    close = 1e-5 if precision == "float32" else 1e-2  # a rounding of bfloat16; older weights show as a loss that stays
     for number, (alone, found) in enumerate(zip(*losses, strict=True), 1):
-        assert_loss(found, alone.item(), f"the loss of step {number} under the caller's autocast")
+        assert found.item() == pytest.approx(alone.item(), rel=close), (
+            f"the loss of step {number} under the caller's autocast is {found.item():.7g}, alone {alone.item():.7g}"
+        )

@@ -273,9 +273,9 @@ class CastsByVersion(EagerStep):
 
 
 @defect(cause="options", caught_by="test_the_callers_autocast_changes_nothing")
-class SwitchesOffAutocastOfCuda(ByLogits):
-    """jwohlwend/boltz#670: in float32 the caller's autocast is switched off on CUDA alone."""
+class SwitchesOffAutocastElsewhere(ByLogits):
+    """jwohlwend/boltz#670: in float32 the caller's autocast is switched off, but that of another device."""
 
     def autocast(self) -> Any:
-        on = self.precision.compute != self.precision.parameter
-        return self.precision.autocast(self.device) if on else torch.autocast("cuda", enabled=False)
+        on, other = self.precision.compute != self.precision.parameter, "cpu" if self.device == "cuda" else "cuda"
+        return self.precision.autocast(self.device) if on else torch.autocast(other, enabled=False)

@@ -18,7 +18,7 @@ OPERATIONS = {"rms_norm": 2, "add_rms_norm": 3, "swiglu": 2, "rotary": 4}
 
 
 class Layers(Protocol):
-    """An object with these functions, or a class of which one is made without arguments.
+    """An object with these functions, or a class of which one is made without arguments, for all calls.
 
     Tensors have any strides, each its own, and one dtype: float64, float32, bfloat16 or float16. `weight`, `cos` and
     `sin` may be float32 where the others are bfloat16 or float16. `eps` is 0 or more. Leading dims may be any, or

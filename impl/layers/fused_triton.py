@@ -184,7 +184,7 @@ def _turned(sign: int, cos: Tensor, sin: Tensor, x: Tensor) -> Tensor:
     """x (batch, heads, seq, head_dim) rotated, in x's memory format."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = _result(x, torch.preserve_format)
-    out = out if out.stride(-1) == 1 else _result(x)  # of rows that overlap
+    out = out if out.stride(-1) == 1 else _result(x)  # as rows overlap
     batch, heads, seq, head_dim = x.shape
     columns = triton.next_power_of_2(head_dim)
     together = min(triton.next_power_of_2(max(1, heads)), max(1, TILE // columns))

@@ -39,7 +39,7 @@ class ShardedOptimizerContract(Protocol):
     - Any option that a scheduler or the user changes in `param_groups` holds from the next step on, also
       where it is a tensor that is filled in place.
     - The ranks share the state: each of n holds about 1/n of its bytes, and at most one parameter's more, for any
-      dtypes and groups, whenever these are added, and after loading.
+      dtypes and groups, whenever these are added or thawed, and after loading.
     - `state_dict` is the full state as `optimizer_cls` has it, on every rank; `load_state_dict` takes one saved on any
       number of ranks or by `optimizer_cls`, in place of its own.
     - Ranks outside of the group take no part; several optimizers do not disturb one another.

@@ -39,7 +39,7 @@ class Parallelize(Protocol):
       Several calls may wait for their backward passes, in any order; what a call has returned stays as it is. Other
       calls may come before and between them, without autograd or under `torch.inference_mode()`.
     - Dropout draws from the default generators, which ranks of `tp` have in the same state before a call and after it.
-      Copies of a value are dropped on all ranks or on none; other tokens and other heads draw independently; a call
+      Copies of a value are dropped on all ranks or on none; other tokens, heads and layers draw independently; a call
       that is recomputed drops the same values.
     - A call leaves its arguments as they are.
     - With targets, no rank has the whole logits (Shoeybi et al., "Megatron-LM", 2019).
