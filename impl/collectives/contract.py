@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.collectives.accounting import buffered_peak
-from shardmark.api import Family, Refusable, RegistryError, add_family
+from shardmark.api import Family, Refusable, RegistryError, add_family, made_once
 
 
 class Handle(Protocol):
@@ -69,18 +69,13 @@ class Collectives(Protocol):
         ...
 
 
-_OBJECTS: dict[Any, Any] = {}
-"""The one object of each class in this process: its state may be a thread, on which everything runs in order."""
-
-
 def _adapted(target: Any) -> Any:
-    """The object of a class whose methods need one."""
+    """The one object of a class whose methods need one: its state may be a thread, on which everything runs in
+    order."""
     if not inspect.isclass(target):
         return target
     needs_one = any(inspect.isfunction(inspect.getattr_static(target, name, None)) for name in METHODS)
-    if needs_one and target not in _OBJECTS:
-        _OBJECTS[target] = target()
-    return _OBJECTS.get(target, target)
+    return made_once(target) if needs_one else target
 
 
 def _check(target: Any, device: str) -> None:

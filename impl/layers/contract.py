@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from impl.layers.accounting import eager_peak
-from shardmark.api import Family, Race, Refusable, RegistryError, Unsupported, add_family, dtypes_in
+from shardmark.api import Family, Race, Refusable, RegistryError, Unsupported, add_family, dtypes_in, made_once
 
 OPERATIONS = {"rms_norm": 2, "add_rms_norm": 3, "swiglu": 2, "rotary": 4}
 """The contract's functions, and the number of tensors that each takes."""
@@ -128,13 +127,8 @@ def _check_together(alike: tuple[Tensor, ...], wider: tuple[Tensor, ...]) -> Non
 def adapted(target: Any) -> Any:
     """The object's functions; one that it lacks refuses its calls. All calls are of one object, so that what it keeps
     is seen."""
-    owner = _made(target) if inspect.isclass(target) else target  # type: ignore[arg-type]
+    owner = made_once(target) if inspect.isclass(target) else target
     return SimpleNamespace(**{name: getattr(owner, name, None) or _lacking(name) for name in OPERATIONS})
-
-
-@functools.cache
-def _made(target: type[Any]) -> Any:
-    return target()
 
 
 def _lacking(name: str) -> Any:
@@ -153,7 +147,7 @@ def operation_of(*tensors: Tensor, **options: Any) -> str:
 
 def _check(target: Any, device: str) -> None:
     """Call each function that there is on ones: the results must be right to 0.1, and differentiable."""
-    owner = target() if inspect.isclass(target) else target
+    owner = made_once(target) if inspect.isclass(target) else target
     found = [name for name in OPERATIONS if getattr(owner, name, None) is not None]
     if not found:
         raise RegistryError(f"it has none of the functions {', '.join(OPERATIONS)}")

@@ -54,7 +54,7 @@ from shardmark.api.registry import (
     trains_own_model,
 )
 from shardmark.api.requirements import Requirement, error_line, requires_compiler, requires_cuda
-from shardmark.api.signature import check_signature
+from shardmark.api.signature import check_signature, made_once
 from shardmark.api.work import Work
 from shardmark.api.workload import Mark, Workload, stage
 
@@ -113,6 +113,7 @@ __all__ = [
     "forget_last_call",
     "has_device_memory",
     "last_call",
+    "made_once",
     "make",
     "named_optimizer",
     "note_events",

@@ -11,6 +11,16 @@ from typing import Any
 from shardmark.api.finding import RegistryError
 from shardmark.api.place import defined_at
 
+_MADE: dict[Any, Any] = {}
+
+
+def made_once(target: Any) -> Any:
+    """The one object of a class in this process, made without arguments: all calls are of it, as its state may matter
+    to those that follow."""
+    if target not in _MADE:
+        _MADE[target] = target()
+    return _MADE[target]
+
 
 def check_signature(target: Any, expected: str, *args: Any, **options: Any) -> None:
     """Raise RegistryError, with the expected signature beside the found one, unless it can be called so."""
