@@ -40,6 +40,15 @@ def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: s
         assert_unchanged(before, dict(zip(NAMES, inputs, strict=True)), "after forward and backward")
 
 
+def test_leaves_results_of_other_operations_as_they_are(implementation: Implementation, device: str) -> None:
+    """Another operation may have saved its result for its own backward, as exp does."""
+    for is_causal in (True, False):
+        *qkv, grad = _inputs(device)
+        given = {name: x.detach().requires_grad_().clone() for name, x in zip(NAMES[:3], qkv, strict=True)}
+        torch.autograd.grad(implementation.watched(*given.values(), is_causal=is_causal), [*given.values()], grad)
+        assert_unchanged(dict(zip(NAMES, qkv, strict=False)), given, "after forward and backward")
+
+
 @pytest.mark.parametrize("first_backward", [0, 1], ids=["in_order", "in_reverse"])
 def test_two_forwards_before_either_backward(implementation: Implementation, first_backward: int, device: str) -> None:
     """Two layers or two batches: equal shapes, different values and masks."""

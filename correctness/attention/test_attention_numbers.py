@@ -8,6 +8,7 @@ from torch import Tensor
 
 from correctness.attention.accuracy import assert_as_accurate_as_eager, random_inputs, results
 from correctness.support.contracts import Note, assert_near, is_ours, may_raise
+from correctness.support.default_dtype import OTHERS, default_dtype
 from impl.attention import eager_attention
 from shardmark.api import Implementation
 
@@ -272,3 +273,13 @@ def test_autocast_leaves_float64_as_it_is(implementation: Implementation, device
     except RuntimeError:
         return
     assert_near(found, results(eager_attention, inputs, is_causal=True), "under autocast", share=1e-10)
+
+
+@pytest.mark.parametrize("default", OTHERS, ids=str)
+def test_another_default_dtype_changes_nothing(
+    implementation: Implementation, default: torch.dtype, device: str
+) -> None:
+    """The scale of 24 columns has more digits than a tensor of half precision."""
+    inputs = random_inputs((2, 40, 24), (2, 33, 24), torch.float32, device)
+    with default_dtype(default):
+        assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)

@@ -155,13 +155,15 @@ class Unsqueezed(nn.Module):
 class Block(nn.Module):
     """A block that multiplies its hidden layer by each further tensor in an even place, and adds each in an odd one.
 
-    Where it returns more than a tensor, it takes that too, and passes on a second tensor.
+    Where it returns more than a tensor, it takes that too, and passes on a second tensor. The last block's is not used,
+    and a layer that computes nothing else has no gradient then.
     """
 
     def __init__(self, history: History, odd: str | None) -> None:
         super().__init__()
         self.output, self.odd = history.output, odd
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.beside = nn.Linear(12, 8) if history.output in ("a tuple", "a dict", "an object") else None
         part: nn.Module = nn.Identity() if history.dropout is None else history.dropout(0.4)
         whole = isinstance(part, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout))
         if whole:
@@ -184,7 +186,7 @@ class Block(nn.Module):
         out = self.down(self.part(hidden)) + (x if flag else 0)
         if self.output == "a view written in place":
             out = out[:].sin_()
-        return returned(self.output, out, hidden[:, :8])
+        return returned(self.output, out, hidden if self.beside is None else self.beside(hidden))
 
 
 def returned(how: str, x: Tensor, beside: Tensor) -> Any:

@@ -47,12 +47,13 @@ class Recomputed(torch.autograd.Function):
         ctx.cuda = torch.cuda.get_rng_state() if device == "cuda" else None
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)  # zeros for None would go on to what the loss does not reach
         with torch.no_grad():
             return run(tensors[:inputs], tensors[inputs:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
         tensors = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needs, strict=True)]
         with torch.random.fork_rng(devices=[] if ctx.cuda is None else None), torch.enable_grad():
@@ -61,7 +62,7 @@ class Recomputed(torch.autograd.Function):
                 torch.cuda.set_rng_state(ctx.cuda)
             with torch.autocast(*ctx.autocast):
                 outputs = ctx.run(tensors[: ctx.inputs], tensors[ctx.inputs :])
-        outs = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad]
+        outs = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad and grad is not None]
         of = [x for x, need in zip(tensors, needs, strict=True) if need]
         found = iter(torch.autograd.grad([x for x, _ in outs], of, [grad for _, grad in outs], allow_unused=True))
         return None, None, *(next(found) if need else None for need in needs)

@@ -42,10 +42,7 @@ def _problem(implementation: Implementation, history: History, device: str) -> P
         # another order, or in autocast's dtype.
         once = history.blocks == "different" and not any(place == "the input" for *_, place in history.extra)
         equal = _equal if once or is_ours(implementation) else _near
-        if mine is None or theirs is None:  # zeros may stand for no gradient
-            same = all(each is None or not each.any() for each in (mine, theirs))
-        else:
-            same = equal(mine, theirs)
+        same = mine is theirs if mine is None or theirs is None else equal(mine, theirs)
         if not same:
             return Problem(number, f"{name} is {_shown(mine)}, and without the policy {_shown(theirs)}")
     if len(found) != len(expected):

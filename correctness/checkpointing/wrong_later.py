@@ -1,4 +1,4 @@
-"""Planted defects: policies that are right until the model is copied or a backward raises, or but in float16."""
+"""Planted defects: policies that are right until the model is copied, a backward raises, or an output is not used."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from correctness.checkpointing.wrong import Forward, recomputed, wrapped
 from correctness.support.planting import defect
@@ -69,3 +70,30 @@ def _compressed(forward: Forward, x: Any, *args: Any, **kwargs: Any) -> Any:
 def keeps_half_inputs_in_bfloat16(model: nn.Module) -> nn.Module:
     """Keeps what is in half precision in bfloat16, which has fewer bits than float16."""
     return wrapped(model, lambda forward, block: partial(_compressed, forward))
+
+
+class _Named(torch.autograd.Function):
+    """A block's outputs, whose backward says in a profile where it is."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each.view_as(each) for each in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        with torch.profiler.record_function("backward of a block"):
+            return gradients
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
+def names_backward_for_profiles(model: nn.Module) -> nn.Module:
+    """microsoft/onnxruntime#6822: a Function has zeros for outputs without a gradient, which go on to parameters."""
+
+    def named(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        output = recomputed(forward)(*args, **kwargs)
+        tensors = {x: x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad}
+        if tensors:
+            tensors = dict(zip(tensors, _Named.apply(*tensors), strict=True))
+        return tree_map_only(Tensor, lambda x: tensors.get(x, x), output)
+
+    return wrapped(model, lambda forward, block: partial(named, forward))

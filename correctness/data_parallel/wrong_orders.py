@@ -140,3 +140,12 @@ class AveragesItsViews(Plain):
             found, p.grad = p.grad, self.views.get(p, p.grad)
             super().average([p])
             p.grad = found
+
+
+@defect(cause="gradients", caught_by="test_parameters_equal_a_single_process_on_the_whole_batch[AveragesEachMemoryOnce")
+class AveragesEachMemoryOnce(Plain):
+    """safetensors/safetensors#379: parameters of one memory are taken for tied ones, and only the first is averaged."""
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        by_memory = {p.untyped_storage().data_ptr(): p for p in reversed(parameters)}
+        super().average([p for p in parameters if by_memory[p.untyped_storage().data_ptr()] is p])

@@ -19,6 +19,7 @@ from correctness.layers.accuracy import assert_accurate, assert_as_accurate_as_e
 from correctness.layers.layouts import LAYOUTS, OF_GRADIENTS, laid_out
 from correctness.layers.operations import BROADCAST, Inputs, call, leaves_of, random_inputs, results
 from correctness.support.contracts import assert_near, skip_if_slow
+from correctness.support.default_dtype import OTHERS, default_dtype
 from impl.layers import OPERATIONS, EagerLayers
 from shardmark.api import Implementation, RegistryError, resolve
 from shardmark.api.registry import check_contract
@@ -39,7 +40,7 @@ SIZES = {  # rows, dim
     "rows_beyond_programs": (300, 8),
     "narrow_rows_beyond_1024": (2051, 6),
 }
-LARGE = "rows_beyond_programs", "wider_than_any_block"
+LARGE = "rows_beyond_programs", "narrow_rows_beyond_1024", "wider_than_any_block"
 SIZE = [pytest.param(name, marks=pytest.mark.large if name in LARGE else ()) for name in SIZES]
 
 
@@ -64,6 +65,17 @@ def test_more_rows_than_16_bits_count(implementation: Implementation, operation:
 
     skip_if_slow(implementation, lambda share: results(implementation.watched, of(rows // share)), device)
     assert_as_accurate_as_eager(implementation.watched, of(rows), when=f"of {rows:,} rows: ")
+
+
+@EACH
+@pytest.mark.parametrize("default", OTHERS, ids=str)
+def test_another_default_dtype_changes_nothing(
+    implementation: Implementation, operation: str, default: torch.dtype, device: str
+) -> None:
+    """Options, and angles of positions beyond 256, have more digits than a tensor of half precision."""
+    inputs = random_inputs(operation, 300, 24, device, torch.float32)
+    with default_dtype(default):
+        assert_as_accurate_as_eager(implementation.watched, inputs)
 
 
 @EACH

@@ -44,6 +44,17 @@ def test_leaves_arguments_and_gradients_as_they_are(
 
 
 @EACH
+def test_leaves_results_of_other_operations_as_they_are(
+    implementation: Implementation, operation: str, device: str
+) -> None:
+    """Another operation may have saved its result for its own backward, as exp does."""
+    inputs = random_inputs(operation, 7, 24, device)
+    given = {name: x.clone() for name, x in leaves_of(inputs).items()}
+    gradients(call(implementation.watched, inputs, given), given, inputs)
+    assert_unchanged(inputs.tensors, given, "after forward and backward")
+
+
+@EACH
 @pytest.mark.parametrize("mode", ["gradients", "no_grad", "inference_mode"])
 def test_results_are_no_views_of_arguments(
     implementation: Implementation, mode: str, operation: str, device: str

@@ -240,3 +240,20 @@ class GradientsByTheStridesOfArguments(Textbook):
     """Gradients get the strides of their arguments: rows of windows that overlap share memory, which theirs may not."""
 
     gate = _LaidAsItsArguments
+
+
+class _InPlaceOfItsArguments(Gated):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        gate, up = ctx.saved_tensors
+        of = gated_gradients(gate, up, grad)
+        free = not gate.is_leaf and gate.is_contiguous()
+        return (gate.data.copy_(of[0]), *of[1:]) if free else of
+
+
+@defect(cause="two calls", caught_by="test_leaves_results_of_other_operations_as_they_are")
+class GradientsInPlaceOfActivations(Textbook):
+    """linkedin/Liger-Kernel#254: a gradient is written where its activation was, which what came before has saved."""
+
+    gate = _InPlaceOfItsArguments

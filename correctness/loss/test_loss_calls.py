@@ -41,6 +41,10 @@ def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: s
     with global_state_stays("forward or backward"):
         results(implementation.watched, inputs)
     assert_unchanged(before, _tensors(inputs), "after forward and backward")
+    hidden, weight = given = [x.detach().requires_grad_().clone() for x in (inputs.hidden, inputs.weight)]
+    torch.autograd.grad(implementation.watched(hidden, weight, inputs.targets), given)
+    now = {"hidden": hidden, "weight": weight}  # of other operations, which may have saved them for their own backward
+    assert_unchanged({name: before[name] for name in now}, now, "after forward and backward of results")
 
 
 @pytest.mark.parametrize("first_backward", [0, 1], ids=["in_order", "in_reverse"])

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from correctness.loss.accuracy import HALF_LOSS, Inputs, assert_as_accurate_as_eager, random_inputs, results, rounding
 from correctness.support.contracts import Note, assert_near, is_ours
+from correctness.support.default_dtype import OTHERS, default_dtype
 from impl.loss import eager_loss, linear_cross_entropy
 from shardmark.api import Implementation, family
 
@@ -244,3 +245,13 @@ def test_the_scale_of_gradients_is_not_rounded_to_half_precision(name: str, how:
     summed, found = (results(loss_of, replace(inputs, grad=16 * by))["grad_hidden"].double() for by in (1.0, scale))
     bias = ((found - scale * summed) * summed.sign()).sum() / (scale * summed).abs().sum()  # random errors cancel
     assert abs(bias.item()) < 2**-12, f"{bias.item() * 2**12:.2f} of 2^-12"
+
+
+@pytest.mark.parametrize("default", OTHERS, ids=str)
+def test_another_default_dtype_changes_nothing(
+    implementation: Implementation, default: torch.dtype, device: str
+) -> None:
+    """Options and the number of targets have more digits than a tensor of half precision."""
+    inputs = random_inputs(1000, 24, 41, device)
+    with default_dtype(default):
+        assert_as_accurate_as_eager(implementation.watched, inputs, label_smoothing=0.1, z_loss=1e-2)

@@ -38,12 +38,21 @@ class TiedAndFrozen(nn.Module):
 
 
 class UsedTwice(nn.Module):
-    """Each forward pass goes through one layer twice."""
+    """Each forward pass goes through one layer twice. Parameters are views of one memory, as an RNN's are on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.twice = nn.Linear(DIM, DIM)
         self.output = nn.Linear(DIM, 2 * DIM)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "UsedTwice":
+        """Move or cast the parameters, as `to` does, and lay them one after another once more."""
+        super()._apply(fn, recurse)
+        own = list(self.parameters())
+        memory = torch.cat([parameter.detach().flatten() for parameter in own])
+        for parameter, view in zip(own, memory.split([parameter.numel() for parameter in own]), strict=True):
+            parameter.data = view.view_as(parameter)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, DIM) -> (rows, 2 DIM)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -100,27 +100,38 @@ def two_calls_in_one_process() -> Called:
     return Called({"the first loss": first.detach(), "the second loss": second.detach()}, _gradients(model))
 
 
-def autocast_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> Called:
-    """A call in bfloat16 of a model in float32."""
-    on = mesh.device_mesh(torch.device(device).type)
-    model = implementation.watched(model_of("biases", device).float(), on["tp"])
-    with torch.autocast(torch.device(device).type, torch.bfloat16):
-        loss = model(*_batch("biases", 1, device))
-    assert loss.dtype == torch.float32, f"the loss is {loss.dtype}: half precision is too coarse for a sum"
+def _far(kind: str, device: str = "cpu") -> Batch:
+    """A batch far from the first position, where positions and angles have no neighbours in bfloat16."""
+    tokens, positions, targets = _batch(kind, 1, device)
+    return tokens, positions + 1001, targets
+
+
+def _in_bfloat16(model: nn.Module, loss_of: Callable[..., Tensor], how: str, device: str) -> Called:
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=how == "autocast"):
+        loss = loss_of(*_far("biases", device))
+    if how == "autocast":
+        assert loss.dtype == torch.float32, f"the loss is {loss.dtype}: half precision is too coarse for a sum"
     loss.backward()
     return Called({"the loss": loss.detach().cpu()}, _gradients(model))
 
 
+BFLOAT16 = {"autocast": torch.float32, "bfloat16": torch.bfloat16}
+"""Ways to compute in bfloat16, and the dtype of each one's parameters."""
+
+
+def bfloat16_on_rank(implementation: Implementation, mesh: Mesh, how: str, device: str) -> Called:
+    on = mesh.device_mesh(torch.device(device).type)
+    model = implementation.watched(model_of("biases", device).to(BFLOAT16[how]), on["tp"])
+    return _in_bfloat16(model, model, how, device)
+
+
 @cache
-def autocast_in_one_process() -> tuple[Called, Called]:
+def bfloat16_in_one_process(how: str) -> tuple[Called, Called]:
     """In bfloat16, and in float64."""
     found = []
-    for dtype in (torch.float32, torch.float64):
+    for dtype, each in ((BFLOAT16[how], how), (torch.float64, "")):
         model = model_of("biases", "cpu").to(dtype)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-            loss = token_losses(model, _batch("biases", 1))
-        loss.backward()
-        found.append(Called({"the loss": loss.detach()}, _gradients(model)))
+        found.append(_in_bfloat16(model, lambda *batch, of=model: token_losses(of, batch), each, "cpu"))
     return found[0], found[1]
 
 

@@ -6,10 +6,11 @@ import pytest
 
 from correctness.support.complaints import assert_none
 from correctness.tensor_parallel.calls import (
+    BFLOAT16,
     WIDE,
     WIDES,
-    autocast_in_one_process,
-    autocast_on_rank,
+    bfloat16_in_one_process,
+    bfloat16_on_rank,
     differences,
     logits_in_one_process,
     logits_on_rank,
@@ -47,11 +48,12 @@ def test_two_calls_before_their_backward_passes(
 
 
 @pytest.mark.meshes("tp=2")
-def test_autocast_is_as_near_as_in_one_process(
-    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+@pytest.mark.parametrize("how", BFLOAT16)
+def test_bfloat16_is_as_near_as_in_one_process(
+    implementation: Implementation, mesh: Mesh, how: str, worlds: WorldsBySize, device: str
 ) -> None:
-    ranks = worlds(mesh.size).run(autocast_on_rank, implementation, mesh, device)
-    assert_none(rounding_differences(ranks, *autocast_in_one_process()))
+    ranks = worlds(mesh.size).run(bfloat16_on_rank, implementation, mesh, how, device)
+    assert_none(rounding_differences(ranks, *bfloat16_in_one_process(how)))
 
 
 @pytest.mark.meshes("tp=2", "tp=3", "tp=4")

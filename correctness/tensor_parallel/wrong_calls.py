@@ -44,7 +44,7 @@ class KeepsATableOfInference(Planted):
         return super().losses(logits * table, targets)
 
 
-@defect(cause="numerics", caught_by="test_autocast_is_as_near_as_in_one_process[ReturnsAHalf")
+@defect(cause="numerics", caught_by="test_bfloat16_is_as_near_as_in_one_process[ReturnsAHalf")
 class ReturnsAHalf(Planted):
     """The loss is in the dtype of autocast's products."""
 
@@ -59,6 +59,15 @@ class ClampsPositions(Planted):
 
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
         return super().forward(tokens, positions.clamp(max=tokens.shape[1] - 1), targets)
+
+
+@defect(cause="numerics", caught_by="test_bfloat16_is_as_near_as_in_one_process[RoundsPositions-tp2-bfloat16")
+class RoundsPositions(Planted):
+    """EleutherAI/gpt-neox#1003: rotary angles are computed in the dtype of queries and keys."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        dtype = self.layers[0].attention_norm.weight.dtype  # type: ignore[union-attr]
+        return super().forward(tokens, positions.to(dtype).long(), targets)
 
 
 class _OfFrozenWeights(Plain):
