@@ -27,6 +27,7 @@ from correctness.fsdp.checks import (
     whole_backward,
     wrap,
 )
+from correctness.fsdp.of_pytorch import FSDP1, expect_failures
 from correctness.support.exact import ROUNDINGS
 from correctness.support.global_state import global_state_stays
 from correctness.support.own_model import (
@@ -53,6 +54,11 @@ from shardmark.api import Implementation, OwnModelCase
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
+
+
+@pytest.fixture(autouse=True)
+def integers(request: pytest.FixtureRequest, implementation: Implementation) -> None:
+    expect_failures(request, implementation, {"quantized": FSDP1})
 
 
 @pytest.mark.parametrize("name", ["odd", "tied_and_frozen", "strided", "quantized"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from correctness.fsdp.checks import averaged_gradients, make, on_every_rank, wrap
+from correctness.fsdp.of_pytorch import FSDP1, FSDP2
 from correctness.support.complaints import assert_none
 from correctness.support.whole_batch import DIM
 from shardmark.api import Implementation, NotAsked
@@ -111,9 +112,6 @@ CONTAINERS = {
     "a named tuple": Pair,
     "a dataclass": Fields,
 }
-
-
-FSDP1, FSDP2 = ("fsdp1", "fsdp1_post", "fsdp1_no_prefetch", "fsdp1_forward_prefetch"), ("fsdp2", "fsdp2_kept")
 
 
 class Passing(nn.Module):

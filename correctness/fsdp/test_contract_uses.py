@@ -17,13 +17,13 @@ from correctness.fsdp.checks import (
     synchronized_backward,
     whole_backward,
 )
+from correctness.fsdp.of_pytorch import FSDP1, FSDP2, expect_failures
 from correctness.support.whole_batch import DIM, batch, own_batch
 from impl.fsdp import by_type
 from shardmark.api import Implementation, NotAsked
 
 pytestmark = pytest.mark.family("fsdp")
 
-FSDP1, FSDP2 = ("fsdp1", "fsdp1_post", "fsdp1_no_prefetch", "fsdp1_forward_prefetch"), ("fsdp2", "fsdp2_kept")
 WRONG = {
     "outputs": (*FSDP1, "fsdp2"),
     "inputs": FSDP1 + FSDP2,
@@ -34,10 +34,7 @@ WRONG = {
 
 @pytest.fixture(autouse=True)
 def wrong(request: pytest.FixtureRequest, implementation: Implementation) -> None:
-    """Expect the failures of PyTorch's own."""
-    known = [specs for name, specs in WRONG.items() if name in request.node.name]
-    if known and implementation.spec in known[0]:
-        request.applymarker(pytest.mark.xfail(reason="docs/pytorch-defects.md"))
+    expect_failures(request, implementation, WRONG)
 
 
 class Unit(nn.Module):
