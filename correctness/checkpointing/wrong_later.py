@@ -1,4 +1,4 @@
-"""Planted defects: policies that are right until the model is copied, a backward raises, or an output is not used."""
+"""Planted defects: right until a model is copied, a backward raises or an output is not used, or but in float16."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _Named(torch.autograd.Function):
 
 @defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
 def names_backward_for_profiles(model: nn.Module) -> nn.Module:
-    """microsoft/onnxruntime#6822: a Function has zeros for outputs without a gradient, which go on to parameters."""
+    """microsoft/onnxruntime#6822: a Function gets zeros for unused outputs, and passes them on to parameters."""
 
     def named(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         output = recomputed(forward)(*args, **kwargs)

@@ -144,7 +144,7 @@ class AveragesItsViews(Plain):
 
 @defect(cause="gradients", caught_by="test_parameters_equal_a_single_process_on_the_whole_batch[AveragesEachMemoryOnce")
 class AveragesEachMemoryOnce(Plain):
-    """safetensors/safetensors#379: parameters of one memory are taken for tied ones, and only the first is averaged."""
+    """safetensors/safetensors#379: parameters that share memory are taken for tied ones; only the first is averaged."""
 
     def average(self, parameters: list[nn.Parameter]) -> None:
         by_memory = {p.untyped_storage().data_ptr(): p for p in reversed(parameters)}

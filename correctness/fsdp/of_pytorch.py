@@ -12,6 +12,6 @@ FSDP1, FSDP2 = ("fsdp1", "fsdp1_post", "fsdp1_no_prefetch", "fsdp1_forward_prefe
 def expect_failures(
     request: pytest.FixtureRequest, implementation: Implementation, wrong: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Expect this test to fail for those of PyTorch's own that `wrong` has by a part of the test's id."""
+    """Mark the test as an expected failure if its id has a key of `wrong` whose value names this implementation."""
     if any(name in request.node.name and implementation.spec in specs for name, specs in wrong.items()):
         request.applymarker(pytest.mark.xfail(reason="docs/pytorch-defects.md"))

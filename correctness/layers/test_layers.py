@@ -72,7 +72,7 @@ def test_more_rows_than_16_bits_count(implementation: Implementation, operation:
 def test_another_default_dtype_changes_nothing(
     implementation: Implementation, operation: str, default: torch.dtype, device: str
 ) -> None:
-    """Options, and angles of positions beyond 256, have more digits than a tensor of half precision."""
+    """Constants that are made as tensors of the default dtype, as eps or 1/dim, are rounded."""
     inputs = random_inputs(operation, 300, 24, device, torch.float32)
     with default_dtype(default):
         assert_as_accurate_as_eager(implementation.watched, inputs)

@@ -254,6 +254,6 @@ class _InPlaceOfItsArguments(Gated):
 
 @defect(cause="two calls", caught_by="test_leaves_results_of_other_operations_as_they_are")
 class GradientsInPlaceOfActivations(Textbook):
-    """linkedin/Liger-Kernel#254: a gradient is written where its activation was, which what came before has saved."""
+    """linkedin/Liger-Kernel#254: a gradient is written into its activation, which an operation may have saved."""
 
     gate = _InPlaceOfItsArguments

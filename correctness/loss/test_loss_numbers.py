@@ -247,11 +247,14 @@ def test_the_scale_of_gradients_is_not_rounded_to_half_precision(name: str, how:
     assert abs(bias.item()) < 2**-12, f"{bias.item() * 2**12:.2f} of 2^-12"
 
 
+@pytest.mark.parametrize(
+    "option", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}], ids=["plain", "smoothing", "z_loss"]
+)
 @pytest.mark.parametrize("default", OTHERS, ids=str)
 def test_another_default_dtype_changes_nothing(
-    implementation: Implementation, default: torch.dtype, device: str
+    implementation: Implementation, option: dict[str, float], default: torch.dtype, device: str
 ) -> None:
-    """Options and the number of targets have more digits than a tensor of half precision."""
+    """The option and the number of targets have more digits than a tensor of half precision."""
     inputs = random_inputs(1000, 24, 41, device)
     with default_dtype(default):
-        assert_as_accurate_as_eager(implementation.watched, inputs, label_smoothing=0.1, z_loss=1e-2)
+        assert_as_accurate_as_eager(implementation.watched, inputs, **option)

@@ -101,7 +101,7 @@ def two_calls_in_one_process() -> Called:
 
 
 def _far(kind: str, device: str = "cpu") -> Batch:
-    """A batch far from the first position, where positions and angles have no neighbours in bfloat16."""
+    """A batch beyond position 1000, where bfloat16 has only every fourth integer."""
     tokens, positions, targets = _batch(kind, 1, device)
     return tokens, positions + 1001, targets
 

@@ -63,7 +63,7 @@ class ClampsPositions(Planted):
 
 @defect(cause="numerics", caught_by="test_bfloat16_is_as_near_as_in_one_process[RoundsPositions-tp2-bfloat16")
 class RoundsPositions(Planted):
-    """EleutherAI/gpt-neox#1003: rotary angles are computed in the dtype of queries and keys."""
+    """EleutherAI/gpt-neox#1003: positions are rounded to the dtype of queries and keys before their rotary angles."""
 
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
         dtype = self.layers[0].attention_norm.weight.dtype  # type: ignore[union-attr]

@@ -46,9 +46,9 @@ class DataParallelWrapper(Protocol):
     it is entered, and communicates no buffers either; a rank without a backward pass, or whose pass reaches no
     parameter, counts as zero; a backward pass without a forward pass of the wrapper, as of a loss of parameters alone,
     counts too or is an error; parameters may be frozen and thawed after wrapping; strides may have gaps and differ
-    between ranks; a part may be wrapped again in another group; frozen parameters are not communicated and tied ones
-    once; buffers may be of every dtype, and expanded; `bucket_mb`, in MB of 2^20 bytes of the gradients' dtype, is the
-    size of what is communicated at once.
+    between ranks, and several parameters may be views of one memory; a part may be wrapped
+    again in another group; frozen parameters are not communicated and tied ones once; buffers may be of every dtype,
+    and expanded; `bucket_mb`, in MB of 2^20 bytes of the gradients' dtype, is the size of what is communicated at once.
 
     Options of some: `reduce_dtype` is the dtype in which real gradients are communicated, by default their own. Without
     `find_unused_parameters` every backward pass must reach every parameter. The suite's own wrappers raise RuntimeError

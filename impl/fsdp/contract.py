@@ -35,7 +35,7 @@ class FullySharded(Protocol):
       shard's `.grad`, of its shape and dtype, is this rank's part of the average over the ranks. A gradient missing on
       a rank counts as zero, unless parameters are DTensors, which are reduced one by one; one missing on all is zero or
       None. Gradients add up until they are set to None, each to what the user left of it. Frozen parameters have none,
-      and may be of integers; tied ones stay one.
+      and may be of integers; tied ones stay one. Parameters may have been views of one memory.
     - A forward may call a unit several times. Several forwards may precede their backwards, a forward may have no
       backward, and evaluation may come at any time, in inference mode too.
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
