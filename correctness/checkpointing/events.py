@@ -155,8 +155,8 @@ class Unsqueezed(nn.Module):
 class Block(nn.Module):
     """A block that multiplies its hidden layer by each further tensor in an even place, and adds each in an odd one.
 
-    Where it returns more than a tensor, it takes that too, and passes on a second tensor. The last block's is not used,
-    and a layer that computes nothing else has no gradient then.
+    Where it returns more than a tensor, it also takes and returns a second one, which its layer `beside` makes. Nothing
+    uses the last block's, so that its `beside` has no gradient.
     """
 
     def __init__(self, history: History, odd: str | None) -> None:

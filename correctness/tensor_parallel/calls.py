@@ -106,10 +106,10 @@ def _far(kind: str, device: str = "cpu") -> Batch:
     return tokens, positions + 1001, targets
 
 
-def _in_bfloat16(model: nn.Module, loss_of: Callable[..., Tensor], how: str, device: str) -> Called:
-    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=how == "autocast"):
+def _far_call(model: nn.Module, loss_of: Callable[..., Tensor], device: str, autocast: bool = False) -> Called:
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
         loss = loss_of(*_far("biases", device))
-    if how == "autocast":
+    if autocast:
         assert loss.dtype == torch.float32, f"the loss is {loss.dtype}: half precision is too coarse for a sum"
     loss.backward()
     return Called({"the loss": loss.detach().cpu()}, _gradients(model))
@@ -122,16 +122,16 @@ BFLOAT16 = {"autocast": torch.float32, "bfloat16": torch.bfloat16}
 def bfloat16_on_rank(implementation: Implementation, mesh: Mesh, how: str, device: str) -> Called:
     on = mesh.device_mesh(torch.device(device).type)
     model = implementation.watched(model_of("biases", device).to(BFLOAT16[how]), on["tp"])
-    return _in_bfloat16(model, model, how, device)
+    return _far_call(model, model, device, how == "autocast")
 
 
 @cache
 def bfloat16_in_one_process(how: str) -> tuple[Called, Called]:
     """In bfloat16, and in float64."""
     found = []
-    for dtype, each in ((BFLOAT16[how], how), (torch.float64, "")):
+    for dtype, autocast in ((BFLOAT16[how], how == "autocast"), (torch.float64, False)):
         model = model_of("biases", "cpu").to(dtype)
-        found.append(_in_bfloat16(model, lambda *batch, of=model: token_losses(of, batch), each, "cpu"))
+        found.append(_far_call(model, lambda *batch, of=model: token_losses(of, batch), "cpu", autocast))
     return found[0], found[1]
 
 
