@@ -28,6 +28,8 @@ MESHES = (
 )
 FEW = ("shard=2", "dp=2,tp=2", "dp=2,ep=2", "pp=2")
 LARGE = ("dp=2,shard=3", "dp=2,shard=2,tp=2")
+STEPS = 6
+"""Number of steps in which every kind of batch occurs, twice: see `batches`."""
 
 
 @pytest.mark.meshes(*MESHES)
@@ -39,11 +41,23 @@ LARGE = ("dp=2,shard=3", "dp=2,shard=2,tp=2")
 def test_steps_are_those_of_one_process(
     implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
 ) -> None:
-    steps = KINDS[kind].steps
+    _assert_alike(implementation, mesh, kind, worlds, device, STEPS)
+
+
+def _assert_alike(
+    implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str, steps: int
+) -> None:
     expected = in_one_process(mesh.row_groups, kind, steps)
     assert min(expected.norms) < expected.max_norm < max(expected.norms), "clipping must change some steps, not all"
     ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, steps, expected.max_norm)
     assert_none(differences(ranks, expected, mesh))
+
+
+@pytest.mark.meshes(*FEW)
+def test_twenty_steps_are_those_of_one_process(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    _assert_alike(implementation, mesh, "plain", worlds, device, 20)
 
 
 @pytest.mark.judged
@@ -51,7 +65,7 @@ def test_steps_are_those_of_one_process(
 def test_steps_on_more_meshes_are_those_of_one_process(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
 ) -> None:
-    test_steps_are_those_of_one_process(implementation, mesh, "plain", worlds, device)
+    _assert_alike(implementation, mesh, "plain", worlds, device, STEPS)
 
 
 @pytest.mark.meshes(*FEW, *LARGE)

@@ -43,13 +43,12 @@ class Kind:
     frozen: tuple[str, ...] = ()
     output_scale: float = 1.0
     """Factor of the output's weight: exponentials of logits in the thousands overflow."""
-    steps: int = 6
     adam: bool = False
     """AdamW, whose step hides a factor of the gradients; otherwise SGD with momentum, whose step does not."""
 
 
 KINDS = {
-    "plain": Kind(steps=20),
+    "plain": Kind(),
     "tied": Kind(DecoderSize(tied=True, layers=4)),  # two for each of two stages
     "experts": Kind(DecoderSize(experts=4)),
     "frozen_and_unused": Kind(

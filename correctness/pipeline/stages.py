@@ -169,12 +169,10 @@ class Widened(nn.Module):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of stages, the number of steps that it is trained for, and how near to one process it comes, relative to
-    the largest value of a tensor: of float64 alone, or where products are rounded as in one process, and added up in
-    another order."""
+    """A kind of stages, and how near to one process it comes, relative to the largest value of a tensor: of float64
+    alone, or where products are rounded as in one process, and added up in another order."""
 
     of: type[Plain]
-    steps: int = 3
     dtype: torch.dtype = torch.float64
     first: torch.dtype | None = None
     """The dtype of the first stage, where it is another one."""
@@ -184,7 +182,7 @@ class Kind:
 
 
 KINDS = {
-    "plain": Kind(Plain, steps=20),
+    "plain": Kind(Plain),
     "several_outputs": Kind(Several),
     "sometimes_unused_outputs": Kind(Sometimes),
     "numbers_first": Kind(NumbersFirst),

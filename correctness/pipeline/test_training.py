@@ -16,6 +16,7 @@ RANDOM = ("several_outputs", "sometimes_unused_outputs", "numbers_first", "views
 """Kinds that random histories have."""
 ON_MORE_RANKS = ("plain", "several_outputs", "numbers_first", "tied")
 """Kinds of stages for which it matters how many lie between the first and the last; the sweep has the others."""
+STEPS = 3
 LOSE_GRADIENTS = ("torch_interleaved_zero_bubble", "torch_zero_bubble_v", "torch_dualpipe_v")
 
 pytestmark = pytest.mark.family("pipeline")
@@ -39,14 +40,14 @@ def _known(implementation: Implementation, kind: str) -> str | None:
 @pytest.fixture
 def train(
     implementation: Implementation, worlds: WorldsBySize, device: str, request: pytest.FixtureRequest
-) -> Callable[[Mesh, str], None]:
+) -> Callable[..., None]:
     """Trains stages of a kind on a mesh, and compares with one process: losses, the gradients of the first step, and
-    parameters and buffers after 20 steps or 3."""
+    parameters and buffers after the steps."""
 
-    def compare(mesh: Mesh, kind: str) -> None:
+    def compare(mesh: Mesh, kind: str, steps: int = STEPS) -> None:
         if why := _known(implementation, kind):
             request.applymarker(pytest.mark.xfail(reason=why, strict=True))
-        count, steps = 8, KINDS[kind].steps
+        count = 8
         ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, count, device, steps, True)
         assert_none(differences(ranks, in_one_process(kind, ranks[0].stages, count, steps, True)))
 
@@ -62,17 +63,20 @@ def _marks(kind: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.meshes("pp=2")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=_marks(kind)) for kind in KINDS])
-def test_steps_are_those_of_one_process(train: Callable[[Mesh, str], None], mesh: Mesh, kind: str) -> None:
+def test_steps_are_those_of_one_process(train: Callable[..., None], mesh: Mesh, kind: str) -> None:
     train(mesh, kind)
+
+
+@pytest.mark.meshes("pp=2")
+def test_twenty_steps_are_those_of_one_process(train: Callable[..., None], mesh: Mesh) -> None:
+    train(mesh, "plain", 20)
 
 
 @pytest.mark.meshes("pp=3", "pp=4")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in ON_MORE_RANKS else pytest.mark.sweep) for kind in KINDS]
 )
-def test_steps_on_more_ranks_are_those_of_one_process(
-    train: Callable[[Mesh, str], None], mesh: Mesh, kind: str
-) -> None:
+def test_steps_on_more_ranks_are_those_of_one_process(train: Callable[..., None], mesh: Mesh, kind: str) -> None:
     train(mesh, kind)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from correctness.mesh.differences import differences
 from correctness.support.complaints import assert_none
-from correctness.tensor_parallel.training import FIRST_STEPS, KINDS, in_one_process, train_on_rank
+from correctness.tensor_parallel.training import KINDS, STEPS, in_one_process, train_on_rank
 from shardmark.api import Implementation, Mesh
 from shardmark.plugin import WorldsBySize
 
@@ -32,10 +32,22 @@ def test_steps_are_those_of_one_process(
     implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
 ) -> None:
     """Losses, norms, every gradient and every parameter; whole parameters are bitwise equal on all ranks."""
-    steps = KINDS[kind].steps
+    _assert_alike(implementation, mesh, kind, worlds, device, STEPS)
+
+
+def _assert_alike(
+    implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str, steps: int
+) -> None:
     expected = in_one_process(mesh.row_groups, kind, steps)
     ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, steps)
     assert_none(differences(ranks, expected, mesh))
+
+
+@pytest.mark.meshes("shard=2,tp=2")
+def test_twenty_steps_are_those_of_one_process(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    _assert_alike(implementation, mesh, "even", worlds, device, 20)
 
 
 @pytest.mark.meshes("tp=1", "tp=3", "tp=4", "tp=2,dp=2")
@@ -43,9 +55,7 @@ def test_steps_are_those_of_one_process(
 def test_first_steps_on_other_meshes_are_those_of_one_process(
     implementation: Implementation, mesh: Mesh, kind: str, worlds: WorldsBySize, device: str
 ) -> None:
-    expected = in_one_process(mesh.row_groups, kind, FIRST_STEPS)
-    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, kind, device, FIRST_STEPS)
-    assert_none(differences(ranks, expected, mesh))
+    _assert_alike(implementation, mesh, kind, worlds, device, STEPS)
 
 
 @pytest.mark.meshes("shard=2,tp=2")
@@ -61,6 +71,4 @@ def test_recomputing_a_forward_pass_changes_nothing(
 def test_steps_inside_of_hybrid_sharding_are_those_of_one_process(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
 ) -> None:
-    expected = in_one_process(mesh.row_groups, "even", 3)
-    ranks = worlds(mesh.size).run(train_on_rank, implementation, mesh, "even", device, 3)
-    assert_none(differences(ranks, expected, mesh))
+    _assert_alike(implementation, mesh, "even", worlds, device, 3)

@@ -23,7 +23,7 @@ from impl.tensor_parallel import TOKENS
 from shardmark.api import Implementation, Mesh, find_blocks
 
 MAX_NORM = 2.0
-FIRST_STEPS = 4
+STEPS = 4
 """Number of steps in which every kind of batch occurs: see `batches`."""
 EVEN = DecoderSize(dim=48, heads=24, kv_heads=12, hidden=48, vocabulary=48)
 """Sizes that two, three and four ranks divide."""
@@ -41,7 +41,6 @@ class Kind:
     frozen: tuple[str, ...] = ()
     adam: bool = False
     """AdamW, whose step hides a factor of the gradients; otherwise SGD with momentum, whose step does not."""
-    steps: int = FIRST_STEPS
     context: int = 12
     """Tokens of a row, or twice as many."""
     output_scale: float = 1.0
@@ -53,7 +52,7 @@ def _sized(**changes: Any) -> DecoderSize:
 
 
 KINDS = {
-    "even": Kind(steps=20),
+    "even": Kind(),
     "sizes_that_do_not_divide": Kind(_sized(hidden=50, vocabulary=53), context=7),
     "few_kv_heads": Kind(_sized(kv_heads=3), biases=True, context=6),
     "tied": Kind(_sized(tied=True)),
