@@ -121,6 +121,7 @@ class Recording(nn.Module):
         last: Any,
         rows: Tensor,
         mask: Tensor,
+        rotations: Tensor,
     ) -> Tensor:
         """(rows, DIM) -> (rows, DIM)."""
         received = {
@@ -136,6 +137,8 @@ class Recording(nn.Module):
             "in a tuple of a keyword dict": last["pair"][0],
             "integer": rows,
             "boolean": mask,
+            "complex": rotations,
+            "complex in a list of a keyword": deep[2],
         }
         self.seen |= {name: tensor.dtype for name, tensor in received.items()}
         return self.product(x)
@@ -163,13 +166,16 @@ def test_floating_point_inputs_are_cast_wherever_they_are(
     x = torch.ones(2, DIM, device=device)
     rows, mask = torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device)
     positional: Any = x, Pair(x, {"wide": x.double()}), [x], {"name": x}
-    keyword: Any = {"named": x, "deep": [x, {"in": x}], "last": {"name": x, "pair": (x, x)}, "rows": rows, "mask": mask}
+    rotations = torch.polar(x, x)  # as a decoder's, which compute one table for all blocks
+    keyword: Any = {"named": x, "deep": [x, {"in": x}, rotations], "last": {"name": x, "pair": (x, x)}}
+    keyword |= {"rows": rows, "mask": mask, "rotations": rotations}
     before_call = [id(each) for each in tree_leaves((positional, keyword))]
     model(*positional, **keyword).sum().backward()
     if before_call != [id(each) for each in tree_leaves((positional, keyword))]:
         return f"with compute_dtype={compute} the call has put other tensors into its caller's lists or dicts"
     model.finish_gradient_synchronization()
     own = {"in a dict in a tuple": torch.float64, "integer": torch.int64, "boolean": torch.bool}
+    own |= dict.fromkeys(("complex", "complex in a list of a keyword"), torch.complex64)
     for name, found in inner.seen.items():
         before = own.get(name, torch.float32)
         expected = compute if compute and before.is_floating_point else before

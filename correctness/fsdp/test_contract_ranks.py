@@ -1,6 +1,7 @@
 """Contract between ranks: process groups, slow collectives, clipping, and modules that are refused."""
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,7 @@ from correctness.fsdp.checks import (
 )
 from correctness.support.communication import delayed
 from correctness.support.contracts import is_ours
+from correctness.support.whole_batch import batch, loss
 from impl.fsdp import whole
 from shardmark.api import Implementation, NotAsked
 from shardmark.ranks.world import World
@@ -126,6 +128,34 @@ def test_clipping_is_by_the_norm_over_all_ranks(
     implementation: Implementation, world: World, name: str, max_norm: float, device: str
 ) -> None:
     assert_none(world.run(clip_on_rank, implementation, name, max_norm, device, deadline=HANG))
+
+
+def not_finite_on_rank(implementation: Implementation, value: float, device: str) -> str:
+    """The last rank's loss is that many times its own."""
+    model, plain = both(implementation, Odd, device, wrap=whole)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for each, (x, y) in enumerate(zip(*(of.chunk(ranks) for of in batch(0, ranks, device)), strict=True)):
+        times = value if each == ranks - 1 else 1.0
+        (times * loss(plain, x, y) / ranks).backward()
+        if each == rank:
+            (times * loss(model, x, y)).backward()
+    model.finish_gradient_synchronization()
+    clips = hasattr(model, "clip_grad_norm_")
+    found, expected = averaged_gradients(model), gradients_of(plain)
+    for name, right in expected.items():
+        if not torch.equal(found[name].isfinite(), right.isfinite()):
+            return (
+                f"where one rank's loss is {value}, the gradient of {name} is {found[name].flatten()[:3].tolist()} ..."
+            )
+    norm = float(model.clip_grad_norm_(1.0)) if clips else value
+    return "" if not math.isfinite(norm) else f"where one rank's loss is {value}, clip_grad_norm_() returns {norm}"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+def test_what_is_not_finite_on_one_rank_is_not_on_any(
+    implementation: Implementation, world: World, value: float, device: str
+) -> None:
+    assert_none(world.run(not_finite_on_rank, implementation, value, device, deadline=HANG))
 
 
 def clip_half_on_rank(implementation: Implementation, device: str) -> str:

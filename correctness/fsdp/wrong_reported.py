@@ -31,6 +31,47 @@ class TheLastComputeDtypeHoldsForAll(SmallFSDP):
     def compute_dtype(self, value: torch.dtype | None) -> None: ...
 
 
+@defect(cause="numerics", caught_by="test_floating_point_inputs_are_cast")
+class CastsComplexInputs(SmallFSDP):
+    """tenstorrent/tt-metal#27426: casts what is no integer, and rotations lose their imaginary part."""
+
+    def cast(self, x: Any) -> Any:
+        inexact = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+        return x.to(self.compute_dtype) if self.compute_dtype and inexact else x
+
+
+@defect(cause="numerics", caught_by="test_what_is_not_finite_on_one_rank")
+class HidesWhatIsNotFinite(SmallFSDP):
+    """Makes numbers of what is not finite before it is reduced, and a loss scaler sees nothing."""
+
+    def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
+        super().begin_reduce(shard, gradient.nan_to_num())
+
+
+@defect(cause="numerics", caught_by="test_what_is_not_finite_on_one_rank")
+class ANormOfMinusOne(SmallFSDP):
+    """Returns -1 for a norm that is not finite, as DeepSpeed does."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        norm = super().clip_grad_norm_(max_norm)
+        return norm if norm.isfinite() else torch.full_like(norm, -1)
+
+
+@defect(cause="gradients", caught_by="test_backward_may_run_twice_after_one_forward")
+class ReducesOncePerForward(SmallFSDP):
+    """pytorch/pytorch#106637: what a second backward pass after a forward pass adds is lost."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for shard in self.module.parameters():
+            shard.waiting = getattr(shard, "waiting", 0) + 1  # type: ignore[attr-defined]
+        return super().forward(*args, **kwargs)
+
+    def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
+        if shard.waiting:  # type: ignore[attr-defined]
+            shard.waiting -= 1  # type: ignore[attr-defined]
+            super().begin_reduce(shard, gradient)
+
+
 @defect(cause="subgroup", caught_by="test_groups")
 class DividesByTheDefaultGroup(SmallFSDP):
     """deepspeedai/DeepSpeed#6546: divides what a group has summed by the size of the default group."""

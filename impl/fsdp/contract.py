@@ -34,10 +34,11 @@ class FullySharded(Protocol):
     - After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
       shard's `.grad`, of its shape and dtype, is this rank's part of the average over the ranks. A gradient missing on
       a rank counts as zero, unless parameters are DTensors, which are reduced one by one; one missing on all is zero or
-      None. Gradients add up until they are set to None, each to what the user left of it. Frozen parameters have none,
-      and may be of integers; tied ones stay one. Parameters may have been views of one memory.
+      None; one that is not finite on a rank is so on all. Gradients add up until they are set to None, each to what the
+      user left of it. Parameters that were frozen when wrapped have none, and may be of integers that the backend
+      sends; tied ones stay one. Parameters may have been views of one memory.
     - A forward may call a unit several times. Several forwards may precede their backwards, a forward may have no
-      backward, and evaluation may come at any time, in inference mode too.
+      backward or two of them, and evaluation may come at any time, in inference mode too.
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
       is left, and after an evaluation little more. Ranks outside of the group take no part; several models do not
       disturb one another.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -154,12 +155,13 @@ class TorchFSDP1(PlainStateDict):
                 for name, p in self.module.named_parameters(remove_duplicate=False)
             }
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """FSDP1's own, which takes norms in float32; Unsupported for gradients in float64."""
+    @property
+    def clip_grad_norm_(self) -> Callable[[float], Tensor]:
+        """FSDP1's own, which takes norms in float32; AttributeError for parameters in float64."""
         if any(p.dtype == torch.float64 for p in self.parameters()):
-            raise Unsupported("FSDP1 clips no gradients in float64")
+            raise AttributeError("FSDP1 clips no gradients in float64")
         model: Any = self.module
-        return model.clip_grad_norm_(max_norm)
+        return model.clip_grad_norm_  # type: ignore[no-any-return]
 
 
 def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.ProcessGroup | None) -> list[nn.Module]:
