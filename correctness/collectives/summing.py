@@ -20,7 +20,8 @@ def small_integers(dtype: torch.dtype, seed: int = 0) -> Inputs:
 
     def draw(rank: int, elements: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
-        return torch.randint(low, high, (elements,), generator=generator).to(dtype)
+        drawn = torch.randint(low, high, (elements,), generator=generator)
+        return (drawn * (1 + 2j) if dtype.is_complex else drawn).to(dtype)
 
     return draw
 
@@ -28,7 +29,8 @@ def small_integers(dtype: torch.dtype, seed: int = 0) -> Inputs:
 def largest(dtype: torch.dtype) -> Tensor:
     """Infinity, or the largest integer: outputs are filled with it, so that elements show that are not written, or
     that something is added to."""
-    return torch.tensor(torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max, dtype=dtype)
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    return torch.tensor(torch.iinfo(dtype).max if is_integer else torch.inf, dtype=dtype)
 
 
 class Call:

@@ -28,6 +28,18 @@ class LargeSumsInBfloat16(Plain):
         return super().all_reduce(tensor, group, async_op=async_op)
 
 
+@defect(cause="numerics", caught_by="test_results_are_those_done_by_hand")
+class SumsInFloat64(Plain):
+    """Sums in float64, which has no imaginary part, and rounds once."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return super().all_reduce(tensor, group, async_op=async_op)
+        total = tensor.detach().double()
+        handle = dist.all_reduce(total, group=group, async_op=True)
+        return finished(handle, lambda: tensor.detach().copy_(total), async_op, once=True)
+
+
 class InSegments(Plain):
     """Where a tensor has several segments, does not reduce the elements after the last whole one."""
 

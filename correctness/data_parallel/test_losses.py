@@ -106,6 +106,10 @@ def _changed_in_place(model: Any, module: nn.Module, x: Tensor, rank: int) -> No
     _loss([each.mul_(rank + 2) for each in model(x)]).backward()
 
 
+def _graph_of_gradients(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    _loss(model(x)).backward(create_graph=True)
+
+
 def _two_losses(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
     torch.autograd.backward([each.square().sum() for each in model(x)])
 
@@ -180,6 +184,7 @@ USES = {
     "gradients_looked_at_before": Use(_gradients_looked_at),
     "parameters_in_the_loss_too": Use(_parameters_too),
     "outputs_changed_in_place": Use(_changed_in_place),
+    "a_graph_of_gradients": Use(_graph_of_gradients, refusable=True),
     "two_losses_at_once": Use(_two_losses),
     "one_of_two_heads": Use(_first_head, every=False),
     "another_head_on_each_rank": Use(_other_heads, every=False),

@@ -49,7 +49,8 @@ class DataParallel(PlainStateDict):
         """Return when every gradient is the average over the ranks; inside `no_sync`, do nothing."""
         if self.synchronizing:
             self._unaveraged.clear()
-            self._average()
+            with torch.no_grad():  # gradients may have a graph
+                self._average()
 
     def _average(self) -> None:
         """Make every gradient the average over the ranks."""

@@ -26,12 +26,14 @@ class Bucket:
         self.missing = set(parameters)  # parameters whose gradient backward has yet to produce
         self._wait: Callable[[], Tensor] | None = None
 
+    @torch.no_grad()  # gradients may have a graph
     def adopt(self, parameter: nn.Parameter) -> None:
         """Move the gradient into its slot, so that further backward passes add to it there."""
         slot = self.slots[parameter]
         if parameter.grad is not None and parameter.grad is not slot:
             parameter.grad = slot.copy_(parameter.grad)
 
+    @torch.no_grad()
     def collect(self, parameter: nn.Parameter, scale: float) -> None:
         """Write the gradient times `scale` into its slot, in one pass; no gradient counts as zero."""
         slot = self.slots[parameter]

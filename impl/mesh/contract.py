@@ -25,9 +25,9 @@ class Trainer(Protocol):
     Must, of either form:
 
     - Training is that of one process with the whole batch: losses, norms, gradients and parameters, in float64 to
-      1e-12 at the first step, and after 20. A step's loss is the sum of its targets' cross entropies over all ranks and
-      micro-batches, divided by the number of targets, leaving out those that are -100: a rank may have no others in a
-      whole step.
+      1e-12 at the first step, and after 20, with an optimizer that updates each element by itself. A step's loss is the
+      sum of its targets' cross entropies over all ranks and micro-batches, divided by the number of targets, leaving
+      out those that are -100: a rank may have no others in a whole step.
     - Ranks that have the same parameter, or the same part of it, have it bitwise equal.
     - Frozen parameters keep their values, tied ones stay one, and one without a gradient has none, or zeros.
     - Saved after a step and loaded into another one, which may have taken steps, training goes on as if it had not
