@@ -115,6 +115,41 @@ def _far_call(model: nn.Module, loss_of: Callable[..., Tensor], device: str, aut
     return Called({"the loss": loss.detach().cpu()}, _gradients(model))
 
 
+def _without_some_words(loss_of: Callable[..., Tensor], device: str) -> Called:
+    """A call of a batch without the words that `_ruled_out` has."""
+    tokens, positions, targets = _batch("biases", 1, device)
+    tokens, targets = (each + (each % RULED_OUT == 0) for each in (tokens, targets))
+    loss = loss_of(tokens, positions, targets)
+    loss.backward()
+    return Called({"the loss": loss.detach().cpu()}, {})
+
+
+RULED_OUT = 12
+"""The word 0 and each one that is a multiple of it, the first that a rank has among them."""
+
+
+def _ruled_out(device: str) -> Decoder:
+    """A model some of whose words have an embedding that nobody has written, and the bias of what must not come."""
+    model = model_of("biases", device)
+    with torch.no_grad():
+        model.tok_embeddings.weight[::RULED_OUT] = torch.nan
+        model.output.bias[::RULED_OUT] = -torch.inf
+    return model
+
+
+def ruled_out_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> Called:
+    model = implementation.watched(_ruled_out(device), mesh.device_mesh(torch.device(device).type)["tp"])
+    found = _without_some_words(model, device)
+    return replace(found, gradients=_gradients(model))
+
+
+@cache
+def ruled_out_in_one_process() -> Called:
+    model = _ruled_out("cpu")
+    found = _without_some_words(lambda *batch: token_losses(model, batch), "cpu")
+    return replace(found, gradients=_gradients(model))
+
+
 BFLOAT16 = {"autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Ways to compute in bfloat16, and the dtype of each one's parameters."""
 

@@ -17,6 +17,8 @@ from correctness.tensor_parallel.calls import (
     parts_on_rank,
     peak_with_targets_on_rank,
     rounding_differences,
+    ruled_out_in_one_process,
+    ruled_out_on_rank,
     two_calls_in_one_process,
     two_calls_on_rank,
 )
@@ -45,6 +47,15 @@ def test_two_calls_before_their_backward_passes(
 ) -> None:
     ranks = worlds(mesh.size).run(two_calls_on_rank, implementation, mesh, device, late)
     assert_none(differences(ranks, two_calls_in_one_process()))
+
+
+@pytest.mark.meshes("tp=2")
+def test_words_that_no_token_has_may_be_anything(
+    implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
+) -> None:
+    """Embeddings that are NaN, and logits of minus infinity."""
+    ranks = worlds(mesh.size).run(ruled_out_on_rank, implementation, mesh, device)
+    assert_none(differences(ranks, ruled_out_in_one_process()))
 
 
 @pytest.mark.meshes("tp=2")

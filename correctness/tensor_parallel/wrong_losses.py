@@ -31,9 +31,12 @@ class BySteps(Planted):
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits = logits - self.largest(logits)[:, None]
         columns, own = own_rows(targets, logits.shape[1], self.first)
-        picked = logits.gather(1, columns[:, None]).squeeze(1) * own
+        picked = self.masked(logits.gather(1, columns[:, None]).squeeze(1), own)
         sums = self.summed(logits.exp().sum(1))
         return self.total(sums.log() - self.summed(picked), targets != IGNORED)
+
+    def masked(self, logits: Tensor, own: Tensor) -> Tensor:
+        return logits.where(own, 0)
 
     def largest(self, logits: Tensor) -> Tensor:
         found = logits.detach().amax(1)
@@ -61,6 +64,15 @@ class SubtractsNothing(BySteps):
 
     def largest(self, logits: Tensor) -> Tensor:
         return logits.new_zeros(len(logits))
+
+
+@defect(cause="masks", caught_by="test_words_that_no_token_has_may_be_anything")
+class MasksByProducts(BySteps):
+    """NVIDIA-NeMo/Megatron-Bridge#3117: zero times the logit that stands for another rank's, of minus infinity, is no
+    number."""
+
+    def masked(self, logits: Tensor, own: Tensor) -> Tensor:
+        return logits * own
 
 
 @defect(cause="masks", caught_by="test_steps_are_those_of_one_process[CountsIgnoredTargets-tp2-even")
