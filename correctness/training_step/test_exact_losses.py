@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from correctness.support.default_dtype import default_dtype
 from correctness.support.global_state import global_state_stays
 from correctness.training_step.models import Table
 from correctness.training_step.stepping import assert_loss, relative_error
@@ -61,15 +62,24 @@ def test_the_loss_has_float32s_accuracy_given_the_logits(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("number", [259, 2051])
-def test_targets_are_counted_exactly(implementation: Implementation, precision: str, number: int, device: str) -> None:
-    """Above 256 bfloat16 holds no odd number, and above 2048 float16 none; nor does a mean of so many stay exact."""
+@pytest.mark.parametrize(
+    ("number", "default"),
+    [*((n, torch.float32) for n in (259, 2051, 6003)), (259, torch.bfloat16), (2051, torch.float16)],
+    ids=["259", "2051", "6003", "259-by_default_bfloat16", "2051-by_default_float16"],
+)
+def test_targets_are_counted_exactly(
+    implementation: Implementation, precision: str, number: int, default: torch.dtype, device: str
+) -> None:
+    """Above 256 bfloat16 holds no odd number, and above 2048 float16 none; nor does a mean of so many stay exact, and
+    means of chunks, of which one has fewer targets, have another mean."""
     model, step = made(implementation, precision, None, device)
-    tokens, targets = (torch.randint(VOCAB, (1, number + 5), device=device) for _ in range(2))
-    targets[0, :5] = -100
+    tokens, targets = (torch.randint(VOCAB, (1, 2 * number), device=device) for _ in range(2))
+    targets[0, :number] = -100
     rows = model.rows.weight.detach().double()
     expected = cross_entropy(rows[tokens].flatten(0, 1), targets.flatten()).item()
-    assert_loss(step.forward(tokens, targets), expected, f"the loss of {number} targets")
+    with default_dtype(default):
+        loss = step.forward(tokens, targets)
+    assert_loss(loss, expected, f"the loss of {number} targets")
 
 
 @pytest.mark.parametrize("where", ["block", "model"])

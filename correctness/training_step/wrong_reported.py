@@ -40,6 +40,25 @@ class CountsTargetsInHalfPrecision(ByLogits):
         return total / (targets != -100).to(self.precision.compute).sum()
 
 
+@defect(cause="numerics", caught_by="by_default_bfloat16")
+class CountsTargetsInTheDefaultDtype(ByLogits):
+    """The count of targets is of the job's default dtype, which a job that makes its model in bfloat16 has set."""
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        total = cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+        return total / torch.tensor(float((targets != -100).sum()))
+
+
+@defect(cause="masks", caught_by="test_targets_are_counted_exactly")
+class MeanOfLongChunks(ByLogits):
+    """NVIDIA-NeMo/Automodel#3803: averages the means of chunks of 4,096 tokens by their numbers of tokens."""
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        chunks = zip(logits.float().flatten(0, 1).split(4096), targets.flatten().split(4096), strict=True)
+        means = [cross_entropy(x, y).nan_to_num() * len(y) for x, y in chunks]
+        return torch.stack(means).sum() / targets.numel()
+
+
 @defect(cause="numerics", caught_by="test_the_loss_has_float32s_accuracy")
 class NormalizerInTheLogitsDtype(EagerStep):
     """google-deepmind/optax#1020: rounds the log-sum-exp to the logits' dtype before it is subtracted."""
