@@ -120,7 +120,7 @@ def hold(
     so many plays, and as long as `can_go_on()`.
     """
     __tracebackhide__ = True
-    work = Work(bounded and examples <= FEW_EXAMPLES)
+    work = Work(bounded and 1 < examples <= FEW_EXAMPLES)  # counting slows what it counts
     search = _Search(plays, shrinking, can_go_on)
     for number in range(examples + 1):
         with work.of_one_example():
