@@ -182,8 +182,8 @@ def _penalty_gradients(attention: Attention, inputs: list[Tensor], is_causal: bo
 @pytest.mark.compiled_every_time("causal")
 @pytest.mark.parametrize(
     ("heads", "is_causal", "needed"),
-    [(2, True, "qkv"), (4, False, "qkv"), (4, True, "k")],
-    ids=["causal", "grouped", "grouped_k_alone"],
+    [(2, True, "qkv"), (4, False, "qkv"), (4, True, "k"), (4, False, "q"), (2, True, "v"), (4, True, "kv")],
+    ids=["causal", "grouped", "grouped_k_alone", "grouped_q_alone", "v_alone", "grouped_kv"],
 )
 def test_a_second_derivative_is_right_or_a_clear_error(
     implementation: Implementation, heads: int, is_causal: bool, needed: str, device: str

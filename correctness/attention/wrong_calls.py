@@ -195,3 +195,15 @@ def switches_kernels_off_for_good(q: Tensor, k: Tensor, v: Tensor, *, is_causal:
     """Switches off a kernel of SDPA for itself, and for all who follow."""
     torch.backends.cuda.enable_flash_sdp(False)
     return eager_attention(q, k, v, is_causal=is_causal)
+
+
+class _TwiceDifferentiable(Flash):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return *flash_backward(*ctx.saved_tensors, grad, ctx.is_causal), None
+
+
+@defect(cause="gradients", caught_by="test_a_second_derivative")
+def queries_alone_have_another_backward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """pytorch/pytorch#76185: a Function for queries alone (of frozen keys) lacks `once_differentiable`."""
+    return (Flash if k.requires_grad or v.requires_grad else _TwiceDifferentiable).apply(q, k, v, is_causal)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,21 @@ def distinct_blocks(model: nn.Module) -> list[nn.Module]:
     if any("forward" in vars(block) for block in blocks):
         raise ValueError("this model is checkpointed already")
     return list(dict.fromkeys(blocks))
+
+
+@contextmanager
+def raising(block: nn.Module) -> Iterator[None]:
+    """Within the block the module's last part raises an error."""
+
+    def raise_(*args: Any) -> None:
+        raise FloatingPointError("not finite")
+
+    *_, last = block.children()
+    handle = last.register_forward_pre_hook(raise_)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:

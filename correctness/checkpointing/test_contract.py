@@ -202,11 +202,12 @@ def test_blocks_are_recomputed_on_inputs_of_the_same_strides(implementation: Imp
     assert_same_bits(gradients(model, x), gradients(plain, x))
 
 
-@pytest.mark.parametrize("born", ["train", "eval", "p_0"])
+@pytest.mark.parametrize("born", ["train", "eval", "p_0", "without"])
 def test_dropout_drops_the_same_again(implementation: Implementation, born: str, x: Tensor, device: str) -> None:
     """Backward recomputes with the random numbers of its own forward, whatever was drawn since.
 
-    `born` is the mode of the model when the policy is applied, or dropout's probability then; then it trains.
+    `born` is the mode of the model when the policy is applied, or dropout's probability then, or it is put in later, as
+    LoRA's is; then it trains.
     """
 
     def dropped(model: nn.Module) -> dict[str, Tensor | None]:
@@ -219,12 +220,14 @@ def test_dropout_drops_the_same_again(implementation: Implementation, born: str,
         return gradients_of(model)
 
     model = dropping(device).train(born != "eval")
-    dropouts = [(part, part.p) for part in model.modules() if isinstance(part, nn.Dropout)]
-    for part, p in dropouts:
+    dropouts = [(name, part, part.p) for name, part in model.named_modules() if isinstance(part, nn.Dropout)]
+    for name, part, p in dropouts:
         part.p = 0.0 if born == "p_0" else p
+        model.set_submodule(name, nn.Identity() if born == "without" else part)
     checkpointed = implementation.watched(model).train()
-    for part, p in dropouts:
+    for name, part, p in dropouts:
         part.p = p
+        checkpointed.set_submodule(name, part)
     assert_same_bits(dropped(checkpointed), dropped(dropping(device)))
 
 

@@ -6,6 +6,7 @@ Hypothesis draws blocks, their arguments, hooks, modes, autocast and how gradien
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from correctness.checkpointing.events import HISTORIES, History
-from correctness.checkpointing.models import Dropping, assert_same_bits, gradients
+from correctness.checkpointing.models import Dropping, assert_same_bits, dropping, gradients, loss_of, raising
 from correctness.checkpointing.player import Refused, results
 from correctness.engine.histories import Problem, hold
 from correctness.support.contracts import is_ours
@@ -75,6 +76,23 @@ def test_any_history_is_to_the_bit_as_without(
             return None
 
     hold(HISTORIES, problem, examples)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_pass_after_one_that_raised_is_as_without(implementation: Implementation, where: str, device: str) -> None:
+    """As of a batch that is left out: dropout then draws what it draws without the policy."""
+    x = torch.randn(6, 8, device=device)
+
+    def after_an_error(model: Dropping) -> dict[str, Tensor | None]:
+        torch.manual_seed(1)
+        if where == "backward":
+            loss = loss_of(model, x)
+        with raising(model.blocks[1]), suppress(FloatingPointError):  # backward raises where it recomputes
+            loss.backward() if where == "backward" else model(x)
+        model.zero_grad()
+        return gradients(model, x)
+
+    assert_same_bits(after_an_error(implementation.watched(dropping(device))), after_an_error(dropping(device)))
 
 
 class Cube(torch.autograd.Function):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from correctness.checkpointing.models import SIZE, Policy, loss_of
+from correctness.checkpointing.models import SIZE, Policy, loss_of, raising
 from correctness.support.contracts import assert_freed_at_once, growth, held_outside_of_tensors
 from impl.attention import eager_attention
 from impl.checkpointing import none
@@ -191,21 +191,6 @@ def _without(mode: str, frozen: str, device: str, how: str = "") -> dict[str, in
     return _in_mode(none, mode, frozen, device, how=how)
 
 
-@contextmanager
-def _raising(block: nn.Module) -> Iterator[None]:
-    """Within the block the module's last part raises an error."""
-
-    def raise_(*args: Any) -> None:
-        raise FloatingPointError("not finite")
-
-    *_, last = block.children()
-    handle = last.register_forward_pre_hook(raise_)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _in_mode(
     policy: Policy,
     mode: str,
@@ -237,11 +222,11 @@ def _in_mode(
             with torch.no_grad():
                 model(tokens)
         if raised == "forward":
-            with _raising(model.blocks[1]), pytest.raises(FloatingPointError):
+            with raising(model.blocks[1]), pytest.raises(FloatingPointError):
                 model(tokens)
         elif raised == "backward":
             loss = loss_of(model, tokens)
-            with _raising(model.blocks[1]), suppress(FloatingPointError):  # where it recomputes that part
+            with raising(model.blocks[1]), suppress(FloatingPointError):  # where it recomputes that part
                 loss.backward()
             del loss
             model.zero_grad()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from correctness.checkpointing.events import DROPOUTS
 from correctness.checkpointing.wrong import Forward, recomputed, wrapped
 from correctness.support.planting import defect
 
@@ -97,3 +98,34 @@ def names_backward_for_profiles(model: nn.Module) -> nn.Module:
         return tree_map_only(Tensor, lambda x: tensors.get(x, x), output)
 
     return wrapped(model, lambda forward, block: partial(named, forward))
+
+
+@defect(cause="random numbers", caught_by="test_dropout_drops_the_same_again")
+def looks_for_dropout_once(model: nn.Module) -> nn.Module:
+    """unslothai/unsloth#10744: keeps random state where a block has a dropout module when the policy is applied."""
+
+    def keeping(forward: Forward, block: nn.Module) -> Forward:
+        return recomputed(forward, preserve_rng_state=any(isinstance(part, DROPOUTS) for part in block.modules()))
+
+    return wrapped(model, keeping)
+
+
+def _restored(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    state, runs = torch.get_rng_state(), count()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not next(runs):
+            return forward(*args, **kwargs)
+        now = torch.get_rng_state()
+        torch.set_rng_state(state)
+        output = forward(*args, **kwargs)
+        torch.set_rng_state(now)
+        return output
+
+    return recomputed(run, early_stop=False, preserve_rng_state=False)(*args, **kwargs)
+
+
+@defect(cause="random numbers", caught_by="test_the_pass_after_one_that_raised")
+def random_state_without_finally(model: nn.Module) -> nn.Module:
+    """As NVIDIA/Megatron-LM's `CheckpointFunction`: an error in the recomputation leaves forward's random state."""
+    return wrapped(model, lambda forward, block: partial(_restored, forward))

@@ -169,28 +169,31 @@ def test_a_checkpointed_layer_is_as_accurate(implementation: Implementation, ope
     assert_accurate(gradients(found, leaves, inputs), inputs, when="checkpointed: ")
 
 
-def _penalty_gradients(layers: object, inputs: Inputs) -> dict[str, Tensor]:
-    """Gradients of a loss that penalizes the gradients of all arguments; the loss is squared, so that its own gradient
-    is no constant."""
-    leaves = leaves_of(inputs)
-    learned = {name: leaves[name] for name in inputs.learned}
+def _penalty_gradients(layers: object, inputs: Inputs, needed: list[str]) -> dict[str, Tensor]:
+    """Gradients of a loss that penalizes the gradients of the arguments `needed`; the loss is squared, so that its own
+    gradient is no constant."""
+    leaves = leaves_of(inputs, needed)
     found = call(layers, inputs, leaves)
     loss = sum((x * inputs.grads[name]).sum() for name, x in found.items()).square()
-    grads = torch.autograd.grad(loss, [*learned.values()], create_graph=True)
+    grads = torch.autograd.grad(loss, [leaves[name] for name in needed], create_graph=True)
     (loss + sum(x.square().sum() for x in grads)).backward()
-    assert all(x.grad is not None for x in learned.values()), f"one of {', '.join(learned)} has no gradient"
-    return {f"grad_{name}": x.grad for name, x in learned.items()}
+    assert all(leaves[name].grad is not None for name in needed), f"one of {', '.join(needed)} has no gradient"
+    return {f"grad_{name}": leaves[name].grad for name in needed}
 
 
 @EACH
 def test_a_second_derivative_is_right_or_a_clear_error(
     implementation: Implementation, operation: str, device: str
 ) -> None:
+    """Of all arguments, and of each alone, as if the others were frozen."""
     inputs = random_inputs(operation, 5, 8, device)
     wording = r"double backward|derivative for \S+ is not implemented|does not require grad"
-    found = gradient_of_gradient(implementation, lambda: _penalty_gradients(implementation.watched, inputs), wording)
-    if found is not None:
-        assert_near(found, _penalty_gradients(EagerLayers, inputs.to(torch.float64)), "differentiated twice")
+    for needed in (inputs.learned, *([name] for name in inputs.learned)):
+        twice = partial(_penalty_gradients, needed=needed)
+        found = gradient_of_gradient(implementation, lambda twice=twice: twice(implementation.watched, inputs), wording)
+        if found is not None:
+            wanted = twice(EagerLayers, inputs.to(torch.float64))
+            assert_near(found, wanted, f"of {' and '.join(needed)} differentiated twice")
 
 
 @EACH

@@ -257,3 +257,20 @@ class GradientsInPlaceOfActivations(Textbook):
     """linkedin/Liger-Kernel#254: a gradient is written into its activation, which an operation may have saved."""
 
     gate = _InPlaceOfItsArguments
+
+
+class _TwiceDifferentiable(Norm):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return (*norm_gradients(*ctx.saved_tensors, grad), None)
+
+
+@defect(cause="gradients", caught_by="test_a_second_derivative")
+class AnotherBackwardOfXAlone(Textbook):
+    """pytorch/pytorch#76185: a Function for a frozen weight lacks `once_differentiable`: its scale is a constant."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+        if weight.requires_grad:
+            return super().rms_norm(x, weight, eps=eps)
+        check_norm(x, weight)
+        return _TwiceDifferentiable.apply(x, weight, eps)

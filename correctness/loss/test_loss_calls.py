@@ -157,32 +157,40 @@ def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation
     assert_near(found, _exact(inputs), "trained on sizes that were evaluated first")
 
 
-def _penalty_gradients(loss_of: Loss, inputs: Inputs, **options: Any) -> dict[str, Tensor]:
-    """Gradients of a loss that penalizes the gradients of hidden and weight. The loss is squared, so that its own
-    gradient is no constant, and all leaves get gradients: `once_differentiable` raises only then."""
-    hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
-    loss = loss_of(hidden, weight, inputs.targets, **options).square()
-    of_hidden, of_weight = torch.autograd.grad(loss, (hidden, weight), create_graph=True)
-    (loss + of_hidden.square().sum() + of_weight.square().sum()).backward()
-    assert hidden.grad is not None, "hidden has no gradient"
-    assert weight.grad is not None, "weight has no gradient"
-    return {"grad_hidden": hidden.grad, "grad_weight": weight.grad}
+def _penalty_gradients(loss_of: Loss, inputs: Inputs, needed: str, **options: Any) -> dict[str, Tensor]:
+    """Gradients of a loss that penalizes the gradients of what is needed. The loss is squared, so that its own gradient
+    is no constant, and all that is needed gets a gradient: `once_differentiable` raises only then."""
+    given = {"hidden": inputs.hidden, "weight": inputs.weight}
+    given = {name: x.detach().requires_grad_(name in needed) for name, x in given.items()}
+    loss = loss_of(*given.values(), inputs.targets, **options).square()
+    leaves = {name: x for name, x in given.items() if x.requires_grad}
+    gradients = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
+    (loss + sum(x.square().sum() for x in gradients)).backward()
+    assert all(x.grad is not None for x in leaves.values()), f"one of {needed} has no gradient"
+    return {f"grad_{name}": x.grad for name, x in leaves.items()}
 
 
 @pytest.mark.compiled_every_time("plain")
 @pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.2}, {"z_loss": 0.1}], ids=["plain", "smoothed", "z_loss"]
+    ("options", "needed"),
+    [
+        ({}, "hidden and weight"),
+        ({"label_smoothing": 0.2}, "hidden and weight"),
+        ({"z_loss": 0.1}, "hidden and weight"),
+        ({}, "hidden"),
+        ({}, "weight"),
+    ],
+    ids=["plain", "smoothed", "z_loss", "hidden_alone", "weight_alone"],
 )
 def test_a_second_derivative_is_right_or_a_clear_error(
-    implementation: Implementation, options: dict[str, float], device: str
+    implementation: Implementation, options: dict[str, float], needed: str, device: str
 ) -> None:
     inputs = random_inputs(20, 8, 13, device)
     wording = r"double backward|derivative for \S+ is not implemented|does not require grad"
-    call = partial(_penalty_gradients, implementation.watched, inputs, **options)
-    found = gradient_of_gradient(implementation, call, wording)
+    twice = partial(_penalty_gradients, needed=needed, **options)
+    found = gradient_of_gradient(implementation, lambda: twice(implementation.watched, inputs), wording)
     if found is not None:
-        wanted = _penalty_gradients(eager_loss, inputs.to(torch.float64), **options)
-        assert_near(found, wanted, "differentiated twice")
+        assert_near(found, twice(eager_loss, inputs.to(torch.float64)), "differentiated twice")
 
 
 def test_a_second_backward_pass_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:

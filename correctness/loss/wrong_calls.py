@@ -178,3 +178,16 @@ def rows_of_smoothing_kept(
         shape = len(hidden), len(weight)
         _smoothed.setdefault(shape, torch.full(shape, smoothing / max(1, len(weight)), device=hidden.device))
     return eager_loss(hidden, weight, targets, ignore_index=ignore, label_smoothing=smoothing, z_loss=z)
+
+
+class _TwiceDifferentiable(Fused):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return *scaled(ctx.gradients, ctx.dtypes, grad / ctx.count), None, None, None, None
+
+
+@defect(cause="gradients", caught_by="test_a_second_derivative")
+@of_terms
+def frozen_weight_has_another_backward(hidden: Tensor, weight: Tensor, *terms: Any) -> Tensor:
+    """pytorch/pytorch#76185: a Function for a frozen weight lacks `once_differentiable`: gradients are constants."""
+    return (Fused if weight.requires_grad else _TwiceDifferentiable).apply(hidden, weight, *terms)

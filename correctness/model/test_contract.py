@@ -1,5 +1,6 @@
 """Contract of the language model, one property per test: every implementation against the reference, in float64."""
 
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
@@ -19,6 +20,9 @@ pytestmark = pytest.mark.family("model")
 
 ROUNDED = 0.1
 """Relative error of logits in bfloat16: many times what rounding gives."""
+
+LARGE = replace(SIZE, vocab=2054)
+"""float16 has no odd integers above 2,048, bfloat16 none above 256."""
 
 float64 = pytest.mark.usefixtures("in_float64")
 
@@ -66,13 +70,16 @@ def test_large_scores(implementation: Implementation, size: int, device: str) ->
 
 
 @float64
-@pytest.mark.parametrize("weights", ["any_weights", "some_are_zero", "frozen_blocks"])
+@pytest.mark.parametrize(
+    "weights", ["any_weights", "some_are_zero", "frozen_blocks", *(f"some_frozen_{i}" for i in range(8))]
+)
 def test_gradients_are_the_plain_models(implementation: Implementation, weights: str, device: str) -> None:
     """A weight of zero has a gradient, too: some start training at zero. Blocks before frozen
-    ones train."""
+    ones train, and each parameter trains whichever others are frozen."""
     model, plain = models(implementation, device)
     for name, p in model.named_parameters():
-        p.requires_grad_(weights != "frozen_blocks" or not name.startswith(("blocks.1.", "blocks.2.")))
+        in_blocks, drawn = name.startswith(("blocks.1.", "blocks.2.")), bool(torch.randint(2, ()))
+        p.requires_grad_("frozen" not in weights or not (in_blocks if weights == "frozen_blocks" else drawn))
     if weights == "some_are_zero":
         with torch.no_grad():
             for p in plain.parameters():
@@ -167,11 +174,11 @@ def test_float64_is_float64_throughout(implementation: Implementation, device: s
     assert_logits(model(tokens), plain(tokens), 1e-11, " of a model made in float64")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_logits_have_the_parameters_dtype(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
-    """The error is at most a few roundings of the dtype per layer."""
-    model, plain = models(implementation, device)
-    tokens = draw(device)
+    """The error is at most a few roundings of the dtype per layer. Token ids are beyond the integers that it has."""
+    model, plain = models(implementation, device, LARGE)
+    tokens = draw(device, size=LARGE)
     expected = plain.double()(tokens)
     model(tokens)  # fills caches, which the conversion must convert too
     logits = model.to(dtype)(tokens)
@@ -221,8 +228,8 @@ def test_contexts_of_many_lengths_keep_little(implementation: Implementation, de
 
 
 def test_positions_under_autocast_are_not_rounded_to_it(implementation: Implementation, device: str) -> None:
-    """bfloat16 has 8 bits: position 300 would be 300 ± 1, an angle of a full radian."""
-    size = TransformerSize(d_model=16, d_ff=16, layers=1, heads=1, vocab=11)
+    """bfloat16 has 8 bits: position 300 would be 300 ± 1, an angle of a full radian, and token 300 another one."""
+    size = TransformerSize(d_model=16, d_ff=16, layers=1, heads=1, vocab=LARGE.vocab)
     model, plain = models(implementation, device, size, context_length=320)
     with torch.no_grad():
         for each in (model, plain):

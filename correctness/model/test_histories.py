@@ -99,10 +99,9 @@ def _too_long(model: nn.Module) -> None:
             model(draw(device, 1, 2 * CONTEXT))
 
 
-def _freeze(model: nn.Module, needs: bool, every: int) -> None:
-    for i, p in enumerate(model.parameters()):
-        if i % every == 0:
-            p.requires_grad_(needs)
+def _freeze(model: nn.Module, share: float) -> None:
+    for p in model.parameters():
+        p.requires_grad_(bool(torch.rand(()) >= share))
 
 
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
@@ -116,9 +115,9 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "parameters replaced": _replaced,
     "a step of AdamW": _optimized,
     "a call of a context that is too long": _too_long,
-    "every second frozen": partial(_freeze, needs=False, every=2),
-    "all frozen": partial(_freeze, needs=False, every=1),
-    "all thawed": partial(_freeze, needs=True, every=1),
+    "half of them frozen": partial(_freeze, share=0.5),
+    "all frozen": partial(_freeze, share=1.0),
+    "all thawed": partial(_freeze, share=0.0),
     "to bfloat16": lambda model: model.to(BF16),
     "to float32": lambda model: model.to(torch.float32),
     "to float64": lambda model: model.to(torch.float64),

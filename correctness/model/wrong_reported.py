@@ -255,3 +255,20 @@ class AddsToTheGradientItself(Parts):
         if torch.is_autocast_enabled(x.device.type) or not w["output.weight"].requires_grad:
             return super().project(x, w)
         return _WritesItsGradient.apply(x, w["output.weight"])
+
+
+@defect(cause="numerics", caught_by="test_logits_have_the_parameters_dtype")
+class CastsTokenIds(Parts):
+    """deepspeedai/DeepSpeed#5701: all inputs are cast to the parameters' dtype, token ids too."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens.to(self.get_parameter("output.weight").dtype).long())
+
+
+@defect(cause="gradients", caught_by="test_gradients_are_the_plain_models")
+class FreezesW3WithW1(Parts):
+    """NVIDIA/apex#1517: one product of both weights of a gate, whose backward looks at `requires_grad` of the first."""
+
+    def block(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        w1, w3 = (w[f"feed_forward.w{n}.weight"] for n in (1, 3))
+        return super().block(x, w | {"feed_forward.w3.weight": w3 if w1.requires_grad else w3.detach()})

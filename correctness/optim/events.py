@@ -14,6 +14,7 @@ LOADS = {
     "new": "state loaded into a new optimizer",
     "used": "state loaded into a new optimizer that has made another step",
     "back": "an earlier state loaded into the optimizer that saved it",
+    "copied": "a deep copy of optimizer and parameters in their place",
 }
 Sizes = tuple[float | None, ...]
 LAYOUTS = ("contiguous", "transposed", "apart", "channels_last")
@@ -28,7 +29,7 @@ class Event:
     sizes: Sizes
     """Scales of the parameters' gradients, used in turn; None: no gradient."""
     loads: str | None
-    """How a state is loaded before the step, one of `LOADS`."""
+    """How a state is loaded, or all copied, before the step: one of `LOADS`."""
     others: Sizes
     """`sizes` of the step that a "used" optimizer makes before it loads the state."""
     remembers: bool
@@ -51,7 +52,7 @@ class Event:
 
     def __str__(self) -> str:
         said = [LOADS[self.loads]] if self.loads else []
-        said += [f"its step counts set to {self.steps}"] if self.loads and self.steps else []
+        said += [f"its step counts set to {self.steps}"] if self.loads in ("new", "used") and self.steps else []
         said += [f"parameter {self.weights[1]} changed by the caller, {self.weights[0]}"] if self.weights else []
         said += [f"group {self.group} takes {self.changes}"] if self.changes else []
         said += ["step(closure)"] if self.by_closure else []
@@ -106,7 +107,11 @@ shapes = st.one_of(
     st.tuples(st.integers(0, 10).map(lambda k: 2**k) | st.sampled_from((31, 33, 127, 129, 1023, 1025))),
     st.tuples(*[st.integers(2, 4)] * 4),  # as channels_last takes
 )
-groups = st.lists(st.tuples(st.lists(shapes, min_size=1, max_size=3), arguments), min_size=1, max_size=3)
+
+first = st.tuples(st.lists(shapes, min_size=1, max_size=3), arguments)
+others = st.tuples(st.lists(shapes, max_size=3), arguments)
+"""A group may have no parameters: of a model without biases, those that do not decay."""
+groups = st.builds(lambda one, more: [one, *more], first, st.lists(others, max_size=2))
 
 
 def histories(

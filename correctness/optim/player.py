@@ -53,8 +53,16 @@ class Training:
 
     def load(self, how: str, others: Sizes, steps: int | None) -> None:
         """Load a state; parameters stay, also those that a "used" optimizer has stepped. PyTorch makes new groups."""
-        self._load(how, others, steps)
+        self._copy() if how == "copied" else self._load(how, others, steps)
         self.held = [*self.optimizer.param_groups]
+
+    def _copy(self) -> None:
+        """Go on with a deep copy, as of a model and its optimizer; the caller writes over the parameters it was of."""
+        old = self.params
+        self.optimizer, self.groups, self.dtypes = deepcopy((self.optimizer, self.groups, self.dtypes))
+        for p in old:
+            p.grad = None
+            p.detach().fill_(torch.nan)
 
     def _load(self, how: str, others: Sizes, steps: int | None) -> None:
         now = deepcopy(self.optimizer.state_dict()), [p.detach().clone() for p in self.params]
@@ -62,7 +70,8 @@ class Training:
             for state in (state for state in now[0]["state"].values() if float(state.get("step", 0))):
                 state["step"] = torch.full_like(state["step"], steps) if isinstance(state["step"], Tensor) else steps
         if how == "back":
-            back = self.kept if self.kept is not None and len(self.kept[1]) == len(now[1]) else now
+            groups = len(now[0]["param_groups"])
+            back = self.kept if self.kept is not None and len(self.kept[0]["param_groups"]) == groups else now
             self.optimizer.load_state_dict(deepcopy(back[0]))
             self._restore(back[1])
             return
@@ -164,6 +173,9 @@ class ClipThenAdamW(AdamW):
         options.pop("master_weights", None)  # float64 parameters are their own
         super().__init__(params, **options)
         self.most, self.norm = max_grad_norm, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "most": self.most, "norm": None}
 
     def step(self, closure: Any = None) -> Any:
         result = None if closure is None else closure()

@@ -25,6 +25,10 @@ class Simple(torch.optim.Optimizer):
             raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay} is out of range")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
+    def __getstate__(self) -> State:
+        """A deep copy has all attributes; torch's own method keeps defaults, state and groups alone."""
+        return {**self.__dict__}
+
     def load_state_dict(self, state_dict: State) -> None:
         """Load a copy: torch's own method keeps the tensors that it is given."""
         super().load_state_dict(deepcopy(state_dict))

@@ -275,18 +275,30 @@ def test_a_step_needs_no_no_grad(implementation: Implementation, device: str) ->
 
 
 def test_gradient_scaler_unscales_and_skips(implementation: Implementation, device: str) -> None:
-    start = tensors(device, torch.float32)
-    grads = gradients(start, 3)
-    optimizer = implementation.watched(leaves(start))
-    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, step in enumerate([*grads[:2], grads[0], grads[2]]):
-        optimizer.zero_grad()
-        loss = sum((p * g).sum() for p, g in zip(params, step, strict=True)) * (torch.inf if i == 2 else 1)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() == 512
-    counts = {_steps_of(optimizer, p) for p in params}
-    assert counts == {3}, f"of 4 steps the scaler skips one, and the state counts {counts}"
-    assert_same(params, train(implementation.watched, start, grads))  # scaled by powers of two: exact
+    """With each option too. The first step is skipped, and weights are loaded after it."""
+    every = {"max_grad_norm": 0.1, "master_weights": True}
+    for options in ({}, *({name: value} for name, value in every.items() if implementation.accepts(name))):
+        start = tensors(device, torch.bfloat16 if "master_weights" in options else torch.float32)
+        grads = gradients(start, 3)
+        scaled, plain = (
+            implementation.watched(leaves(values), eps=1.0, **options)
+            for values in ([torch.zeros_like(x) for x in start], start)
+        )
+        scaler = torch.amp.GradScaler(device, init_scale=2048.0)
+        params = [p for group in scaled.param_groups for p in group["params"]]
+        for i, step in enumerate([grads[0], *grads[:2], grads[0], grads[2]]):
+            scaled.zero_grad()
+            loss = sum((p * g).sum() for p, g in zip(params, step, strict=True)) * (torch.inf if i in (0, 3) else 1)
+            scaler.scale(loss).backward()
+            scaler.step(scaled)
+            scaler.update()
+            if i == 0:
+                with torch.no_grad():
+                    for p, x in zip(params, start, strict=True):
+                        p.copy_(x)
+        assert scaler.get_scale() == 512
+        counts = {_steps_of(scaled, p) for p in params}
+        assert counts == {3}, f"of 5 steps the scaler skips two, and with {options} the state counts {counts}"
+        assert_same(params, run(plain, grads))  # scaled by powers of two: exact
+        if "max_grad_norm" in options:
+            assert_same([scaled.grad_norm], [plain.grad_norm])

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correctness.optim.simple_adamw import Simple, State
+from correctness.optim.simple_adamw import Clipping, Simple, State
 from correctness.support.planting import defect
 
 
@@ -117,3 +117,34 @@ class DecaysWholeVectors(Simple):
             end = p.storage_offset() + p.numel()
             storage = p.new_empty(0).set_(p.untyped_storage())
             storage[end : end + -p.numel() % 4].mul_(1 - group["lr"] * group["weight_decay"])
+
+
+@defect(cause="options", caught_by="test_any_clipped_history")
+class CopiesClipNothing(Clipping):
+    """pytorch/pytorch#72839: its options are attributes with defaults in the class, and torch's `__getstate__` keeps
+    none."""
+
+    max_grad_norm, factor = None, torch.ones(())
+    __getstate__ = torch.optim.Optimizer.__getstate__
+
+
+@defect(cause="shapes", caught_by="test_any_history_is_that_of_adamw")
+class AsksTheFirstOfAGroup(Simple):
+    """NVIDIA/apex#1622: takes the device of a group from its first parameter, and some group has none."""
+
+    def update_all(self) -> None:
+        assert len({group["params"][0].device for group in self.param_groups}) == 1
+        super().update_all()
+
+
+@defect(cause="options", caught_by="test_gradient_scaler_unscales_and_skips")
+class ClipsByTheScaledNorm(Clipping):
+    """NVIDIA/apex#1794: unscales in its update, and clips by the norm of the gradients that are still scaled."""
+
+    _step_supports_amp_scaling = True
+
+    def skips(self, norm: Tensor) -> bool:
+        return super().skips(norm) or bool(getattr(self, "found_inf", 0.0))
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        super().update(p, grad / getattr(self, "grad_scale", 1.0), group)

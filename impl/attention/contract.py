@@ -40,8 +40,8 @@ class Attention(Protocol):
     - Calls are independent: no input changes, nothing that a call returned changes later, and other calls may come
       between one's forward and its backward. The output is the same under `torch.no_grad()` and
       `torch.inference_mode()`, and torch's default dtype changes nothing.
-    - A second derivative, a second backward pass, or one after an input or the output has changed in place, is right
-      or raises an error.
+    - A second derivative, of one input alone too, a second backward pass, or one after an input or the output has
+      changed in place, is right or raises an error.
     - Calls leave nothing behind. A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the
       contract too, as a FlashAttention: between forward and backward it holds nothing of q_len times k_len elements.
     - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole dtypes, head dims other than

@@ -29,8 +29,8 @@ class Policy(Protocol):
       either order; of a deep copy, and after weights were loaded or parameters replaced.
       Where gradients are differentiated, and by a second backward or one that reads a saved tensor twice, they are
       those, or an error is raised.
-    - Dropout drops the same in the recomputation, and backward leaves the state of the random number generators as it
-      found it.
+    - Dropout drops the same in the recomputation, also where it was put in later, and backward leaves the state of the
+      random number generators as it found it, also where it raises an error.
     - Parameters stay the same objects; their names in `state_dict` and the classes of modules do not change; hooks of
       blocks run, and those of parameters once in a backward.
     - Forward keeps fewer bytes for backward than without, and the peak of forward and backward is lower, under autocast

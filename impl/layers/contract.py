@@ -33,8 +33,8 @@ class Layers(Protocol):
     - Calls are independent: no argument and no gradient that backward is given changes, nothing that a call returned
       changes later, and other calls may come between one's forward and its backward. Neither autocast nor torch's
       default dtype changes anything.
-    - A second derivative, a second backward pass, or one after an argument or a result has changed in place, is right
-      or raises an error. Calls leave nothing behind.
+    - A second derivative, of one argument alone too, a second backward pass, or one after an argument or a result has
+      changed in place, is right or raises an error. Calls leave nothing behind.
     - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole operations, dtypes, devices.
       A function that is missing is an operation that is refused.
 

@@ -31,8 +31,8 @@ class Loss(Protocol):
     - Calls are independent: no input changes, nothing that a call returned changes later, and other calls may come
       between one's forward and its backward. The loss is the same without gradients, and torch's
       default dtype changes nothing.
-    - A second derivative, a second backward pass, or one after an input or the loss has changed in place, is right or
-      raises an error.
+    - A second derivative, of one input alone too, a second backward pass, or one after an input or the loss has changed
+      in place, is right or raises an error.
     - A NaN in a token whose target counts makes the loss NaN. Calls leave nothing behind.
     - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole dtypes, label smoothing,
       z-loss, devices.

@@ -25,7 +25,7 @@ class Model(Protocol):
     - Each call is independent of earlier calls: with tokens of any shape, in training and evaluation mode, with and
       without autograd. It changes neither tokens nor weights nor the results of another call.
     - It trains, under autocast too: from its own initial weights, drawn independently, every parameter gets a
-      gradient. Any may be frozen. Calls' backwards run in any order.
+      gradient, whichever others are frozen. Calls' backwards run in any order.
     - Its `state_dict` has `Transformer`'s names and shapes and no others, so that weights of one load into another.
 
     Should: ValueError for a longer context and, on CPU, for token ids that the vocabulary does not have (on CUDA a

@@ -63,7 +63,9 @@ class _TorchAdamW(MasterWeights, torch.optim.AdamW):
         """List tensors to update as torch's does, but with master weights in place of their parameters."""
         for p in group["params"]:
             if p.grad is not None and self.has_master(p):
-                self.state_of(p)
+                own = self.state_of(p)
+                if getattr(self, "found_inf", None) is not None:  # an earlier step may have been skipped
+                    own[MASTER].copy_(torch.where(own["step"] == 0, p, own[MASTER]))
         has_complex = super()._init_group(group, params, grads, *state)
         for i, p in enumerate(params):
             if self.has_master(p):

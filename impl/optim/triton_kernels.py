@@ -16,10 +16,10 @@ COLUMNS: tl.constexpr = tl.constexpr(8)
 """A tensor's row of the table, in int64: addresses of the parameter, its gradient, both moments, its master weight and
 its step count; its number of elements, and the index of its param group."""
 
-DECAY, WEIGHT1, BETA2, WEIGHT2, EPS, STEP_SIZE, CORRECTION = (tl.constexpr(i) for i in range(7))
+DECAY, WEIGHT1, BETA2, WEIGHT2, EPS, STEP_SIZE, CORRECTION, IS_FIRST = (tl.constexpr(i) for i in range(8))
 SCALARS: tl.constexpr = tl.constexpr(8)
-"""A tensor's scalars, in float64: 1 - lr weight_decay, 1 - beta1, beta2, 1 - beta2, eps, lr / (1 - beta1^t) and
-1 / sqrt(1 - beta2^t)."""
+"""A tensor's scalars, in float64: 1 - lr weight_decay, 1 - beta1, beta2, 1 - beta2, eps, lr / (1 - beta1^t),
+1 / sqrt(1 - beta2^t), and 1 in the tensor's first step."""
 
 HYPERPARAMETERS: tl.constexpr = tl.constexpr(5)
 """A param group's row of hyperparameters: lr, beta1, beta2, eps, weight_decay. Before the first row: max_grad_norm."""
@@ -138,6 +138,7 @@ def prepare(
         tl.store(out + EPS, tl.load(group + 3), mask=inside)
         tl.store(out + STEP_SIZE, lr / (1 - tl.exp(step * tl.log(beta1))), mask=inside)
         tl.store(out + CORRECTION, 1 / tl.sqrt(1 - tl.exp(step * tl.log(beta2))), mask=inside)
+        tl.store(out + IS_FIRST, tl.where(step == 1, 1.0, 0.0).to(tl.float64), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -172,6 +173,7 @@ def update(
     weight1 = tl.load(own + WEIGHT1).to(COMPUTE)
     beta2, weight2 = tl.load(own + BETA2).to(COMPUTE), tl.load(own + WEIGHT2).to(COMPUTE)
     step_size, correction = tl.load(own + STEP_SIZE).to(COMPUTE), tl.load(own + CORRECTION).to(COMPUTE)
+    is_first = tl.load(own + IS_FIRST) == 1
     factor = tl.load(decision).to(COMPUTE)
     if tl.load(decision + 1) == 0:
         end = begin
@@ -181,13 +183,13 @@ def update(
             _update_block(
                 param + offsets, grad + offsets, first_moment + offsets, second_moment + offsets, weight + offsets,
                 None, factor, decay, weight1, beta2, weight2, eps, step_size, correction,
-                HAS_MASTER, COMPUTE, BY_HAND,
+                is_first, HAS_MASTER, COMPUTE, BY_HAND,
             )  # fmt: skip
         else:
             _update_block(
                 param + offsets, grad + offsets, first_moment + offsets, second_moment + offsets, weight + offsets,
                 offsets < end, factor, decay, weight1, beta2, weight2, eps, step_size, correction,
-                HAS_MASTER, COMPUTE, BY_HAND,
+                is_first, HAS_MASTER, COMPUTE, BY_HAND,
             )  # fmt: skip
 
 
@@ -195,13 +197,18 @@ def update(
 def _update_block(
     param, grad, first_moment, second_moment, weight, mask,
     factor, decay, weight1, beta2, weight2, eps, step_size, correction,
-    HAS_MASTER: tl.constexpr, COMPUTE: tl.constexpr, BY_HAND: tl.constexpr,
+    is_first, HAS_MASTER: tl.constexpr, COMPUTE: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """Update one block of elements; the operations are in the order of `AdamW`."""
     g = tl.load(grad, mask=mask).to(COMPUTE) * factor
     m = tl.load(first_moment, mask=mask).to(COMPUTE)
     v = tl.load(second_moment, mask=mask).to(COMPUTE)
-    w = tl.load(weight, mask=mask).to(COMPUTE) * decay
+    w = tl.load(weight, mask=mask).to(COMPUTE)
+    # Before the first step a master weight may be older than the parameter: from a step that was skipped.
+    if HAS_MASTER:  # noqa: SIM102  (constexpr)
+        if is_first:
+            w = tl.load(param, mask=mask).to(COMPUTE)
+    w *= decay
     # Interpolate from the nearer end, as torch's lerp does: with beta1 = 0 the first moment is exactly the gradient.
     m = tl.where(weight1 < 0.5, m + weight1 * (g - m), g - (g - m) * (1 - weight1))
     v = v * beta2 + weight2 * g * g
