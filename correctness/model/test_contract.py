@@ -145,7 +145,7 @@ def test_a_long_context_is_as_accurate_in_every_dtype(
         exact = plain.double()(tokens)
         error, of_plain = ((x.double() - exact).abs() for x in (model.to(dtype)(tokens), of_plain))
     found, of_plain = error.mean().item(), of_plain.mean().item()
-    assert found <= 4 * of_plain, (
+    assert found <= 1.5 * of_plain, (
         f"logits of 700 tokens in {dtype} are off by {found:.2g} on average, the plain model's by {of_plain:.2g}: "
         "are positions or angles rounded?"
     )
@@ -157,7 +157,7 @@ def _of_long_context(implementation: Implementation, context: int, device: str) 
     model, plain = models(implementation, device, size, context)
     with torch.no_grad():
         for each, name in product((model, plain), ("query", "key")):
-            each.get_parameter(f"blocks.0.attention.{name}.weight").mul_(2)
+            each.get_parameter(f"blocks.0.attention.{name}.weight").mul_(4)
     return model, plain, draw(device, 1, context, size)
 
 

@@ -43,6 +43,17 @@ class CopiesOfOneBlock(Transformer):
         self.blocks = nn.ModuleList(deepcopy(self.blocks[0]) for _ in range(size.layers))
 
 
+@defect(cause="numerics", caught_by="test_a_long_context_is_as_accurate_in_every_dtype")
+class GrowsTablesFromRoundedFrequencies(Parts):
+    """huggingface/transformers#29496: where its first table of 256 positions is too short, makes another from
+    frequencies that the model's cast has rounded."""
+
+    def angles(self, x: Tensor) -> Tensor:
+        if x.shape[-2] <= 256:
+            return super().angles(x)
+        return torch.outer(self.positions(x.shape[-2], x), self.frequencies(x).to(x.dtype).double())
+
+
 @defect(cause="two calls", caught_by="test_float64_is_float64_throughout")
 class TablesOfAnotherModel(Parts):
     """ml-explore/mlx#561: models share RoPE's tables by their shape, whatever the dtype that these were made in."""
