@@ -41,6 +41,21 @@ class SendsMemoryAsItLies(Sending):
         return output.as_strided(output.shape, strides, output.storage_offset()).clone()
 
 
+@defect(cause="handles", caught_by="test_steps_are_those_of_one_process[SendsFromOneBuffer-pp2-plain")
+class SendsFromOneBuffer(Planted):
+    """Copies what it sends into one buffer, which an earlier message may not have left yet."""
+
+    def _run(self) -> None:
+        buffers, isend = self.__dict__.setdefault("buffers", {}), dist.isend
+
+        def from_buffer(tensor: Tensor, **options: Any) -> Any:
+            buffer = buffers.setdefault((tensor.shape, tensor.dtype), torch.empty_like(tensor))
+            return isend(buffer.copy_(tensor), **options)
+
+        with patch.object(dist, "isend", from_buffer):
+            super()._run()
+
+
 @defect(cause="memory", caught_by="test_steps_are_those_of_one_process[FreesWhatItSent-pp2-passes_on")
 class FreesWhatItSent(Sending):
     """PaddlePaddle/Paddle#54625: memory of outputs is given back once they are sent, also where it is that of an input,
