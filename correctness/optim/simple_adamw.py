@@ -91,11 +91,8 @@ class Clipping(Simple):
         super().update_all()
 
     def norm(self, grads: list[Tensor]) -> Tensor:
-        return (
-            torch.stack([g.double().norm() for g in grads])
-            .norm()
-            .to(torch.promote_types(grads[0].dtype, torch.float32))
-        )
+        norms = [g.to(torch.promote_types(g.dtype, torch.float64)).norm() for g in grads]
+        return torch.stack(norms).norm().to(torch.promote_types(grads[0].real.dtype, torch.float32))
 
     def skips(self, norm: Tensor) -> bool:
         return not norm.isfinite()

@@ -89,6 +89,19 @@ def test_the_norm_of_a_sparse_gradient_is_that_of_what_it_stands_for(
     assert_all_near(found, expected, when="clipped, with a sparse gradient: ")
 
 
+def test_the_norm_of_a_complex_gradient_is_of_both_its_parts(implementation: Implementation, device: str) -> None:
+    """Or complex parameters are an error."""
+    start = [torch.randn(6, dtype=torch.complex128, device=device), *tensors(device, shapes=((5,),))]
+    grads = [torch.randn_like(x) for x in start]
+    try:
+        optimizer = implementation.watched(leaves(start), max_grad_norm=0.1)
+        run(optimizer, [grads])
+    except Exception:
+        return
+    norm = torch.cat([torch.view_as_real(grads[0]).flatten(), grads[1]]).norm()
+    assert_near(optimizer.grad_norm.double(), norm, 1e-10 * norm.item(), "grad_norm, of a complex and a real gradient")
+
+
 @pytest.mark.parametrize("kind", ["large", "mixed"])
 def test_the_norm_is_of_all_there_is(implementation: Implementation, kind: str, device: str) -> None:
     """The norm covers all dtypes, and more elements than one launch takes."""

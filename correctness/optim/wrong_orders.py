@@ -148,3 +148,11 @@ class ClipsByTheScaledNorm(Clipping):
 
     def update(self, p: Tensor, grad: Tensor, group: State) -> None:
         super().update(p, grad / getattr(self, "grad_scale", 1.0), group)
+
+
+@defect(cause="numerics", caught_by="test_the_norm_of_a_complex_gradient_is_of_both_its_parts")
+class NormOfRealParts(Clipping):
+    """The norm is computed in float64, and a cast of a complex gradient discards its imaginary part."""
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        return super().norm([g.real for g in grads])
