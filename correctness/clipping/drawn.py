@@ -17,6 +17,7 @@ from impl.distributed import full
 from shardmark.api import Implementation, Mesh
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+COMPLEX = (torch.float32, torch.complex64)
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,13 @@ class Draw:
     def whole(self) -> Tensor:
         """The gradient of one process: small integers where sums over ranks are to be made, exact in any order."""
         generator = torch.Generator().manual_seed(self.seed)
+        parts = [self._part(generator) for _ in range(2 if self.dtype.is_complex else 1)]
+        return (torch.complex(*parts) if self.dtype.is_complex else parts[0]).to(self.dtype)
+
+    def _part(self, generator: torch.Generator) -> Tensor:
         if self.sums and self.size:
-            return torch.randint(-8, 9, self.shape, generator=generator).to(self.dtype)
-        return (self.size * torch.randn(self.shape, generator=generator, dtype=torch.float64)).to(self.dtype)
+            return torch.randint(-8, 9, self.shape, generator=generator).double()
+        return self.size * torch.randn(self.shape, generator=generator, dtype=torch.float64)
 
     def on(self, mesh: DeviceMesh) -> nn.Parameter:
         whole = self.whole().to(mesh.device_type)
@@ -84,7 +89,7 @@ class Example:
 
 def drawn(seed: int, mesh: Mesh, kind: str) -> Example:
     chooses, (plain, norm_types) = random.Random(f"{seed} {mesh}"), KINDS[kind]
-    dtypes = chooses.choice([DTYPES[:1], DTYPES[1:2], DTYPES[1:], DTYPES])
+    dtypes = chooses.choice([DTYPES[:1], DTYPES[1:2], DTYPES[1:], DTYPES, COMPLEX])
     found = []
     for index in range(chooses.choice([1, 2, 3, 5, 12])):
         shape = tuple(chooses.choice([1, 2, 3, 4, 7, 8]) for _ in range(chooses.choice([0, 1, 1, 2, 2, 3])))
@@ -104,6 +109,21 @@ def drawn(seed: int, mesh: Mesh, kind: str) -> Example:
     if chooses.random() < 0.1:  # as of a part that the loss does not use
         found = [replace(each, size=0.0) for each in found]
     return Example(tuple(found), chooses.choice([0.0, 1e-3, 1.0, 1.0, 1e9, math.inf]), chooses.choice(norm_types))
+
+
+LARGE = ((701, 401), (262_145,))
+
+
+def many(count: int, mesh: Mesh) -> Example:
+    """As many gradients, some large, of which none is so small beside the others that it would not be missed."""
+    chooses = random.Random(f"{count} {mesh}")
+    shapes = [*LARGE, *[(6,)] * (count - len(LARGE))]
+    chooses.shuffle(shapes)
+    every = [[_placement(chooses, len(shape)) for _ in mesh.axes] for shape in shapes]
+    numbered = enumerate(zip(shapes, every, strict=True))
+    return Example(
+        tuple(Draw(shape, torch.float64, tuple(places), seed) for seed, (shape, places) in numbered), 1.0, 2.0
+    )
 
 
 def _placement(chooses: random.Random, dims: int) -> Placement:

@@ -116,7 +116,7 @@ def differences(
     """A line for each thing that is wrong by more than `close`, relative to its size."""
     if close is None:
         close = 8 * torch.finfo(gradients[0].dtype).eps  # the norm of norms, a few roundings
-    values = [g.double().flatten() for g in gradients]
+    values = [wide(g).flatten() for g in gradients]
     right = torch.linalg.vector_norm(torch.cat(values), norm_type).item() if values else 0.0
     scale = min(1.0, max_norm / (right + 1e-6))
     for rank, found in enumerate(ranks):
@@ -129,5 +129,10 @@ def differences(
                 yield f"gradient {index} has the shape {tuple(own.shape)} on rank {rank}, and had {tuple(whole.shape)}"
             elif scale == 1.0 and not torch.equal(own, whole):
                 yield f"gradient {index} has other bits on rank {rank}, and the norm is below {max_norm:g}"
-            elif not ((own.double() - scale * whole.double()).abs() <= close * scale * whole.double().abs()).all():
+            elif not ((wide(own) - scale * wide(whole)).abs() <= close * scale * wide(whole).abs()).all():
                 yield f"gradient {index} is not scaled by {scale:.6g} on rank {rank}"
+
+
+def wide(x: Tensor) -> Tensor:
+    """In double precision, complex numbers too."""
+    return x.to(torch.promote_types(x.dtype, torch.float64))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from correctness.clipping.gradients import wide
 from correctness.clipping.wrong import ByEach
 from correctness.support.planting import right
 from impl.clipping import gathered_norm, whole_gradients
@@ -25,7 +26,7 @@ def clip_by_shares(parameters: Iterable[nn.Parameter], max_norm: float, norm_typ
     gradients, total = whole_gradients(parameters), torch.zeros((), dtype=torch.float64)
     largest = math.isinf(norm_type)
     for gradient in gradients:
-        local = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).double().abs()
+        local = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).abs().double()
         copies = dist.get_world_size()
         if isinstance(gradient, DTensor):
             for dim, each in enumerate(gradient.placements):
@@ -45,7 +46,7 @@ def clip_by_shares(parameters: Iterable[nn.Parameter], max_norm: float, norm_typ
 def clip_into_new_ones(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
     kept = [p for p in parameters if p.grad is not None]
     whole_gradients(kept)
-    norm = gathered_norm([p.grad.double() for p in kept if p.grad is not None], norm_type)
+    norm = gathered_norm([wide(p.grad) for p in kept if p.grad is not None], norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
     if scale < 1:
         for p in kept:

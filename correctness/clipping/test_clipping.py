@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from correctness.clipping.drawn import KINDS, clip_drawn_on_rank, drawn, drawn_differences
+from correctness.clipping.drawn import KINDS, clip_drawn_on_rank, drawn, drawn_differences, many
 from correctness.clipping.gradients import (
     clip_an_iterator_on_rank,
     clip_nothing_on_rank,
@@ -18,6 +18,7 @@ from correctness.clipping.gradients import (
     placed,
     wholes,
 )
+from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.support.communication import recorded
 from correctness.support.complaints import assert_none
 from correctness.support.metering import peak_of_a_step
@@ -75,6 +76,18 @@ def test_gradients_of_all_kinds_count_once(
     """They are drawn at random."""
     _known(request, implementation, kind == "largest", EMPTY_PARTS)
     found = [drawn(torch.initial_seed() + number, mesh, kind) for number in range(examples)]
+    ranks = worlds(mesh.size).run(clip_drawn_on_rank, implementation, mesh, found, device)
+    for number, example in enumerate(found):
+        assert_none(drawn_differences([clipped[number] for clipped in ranks], example))
+
+
+@pytest.mark.examples(1, 4, 15)
+@pytest.mark.meshes("shard=2")
+def test_any_number_of_gradients_counts(
+    implementation: Implementation, mesh: Mesh, examples: int, worlds: WorldsBySize, device: str
+) -> None:
+    """With large ones among them; 257 is a prime, and no multiple of what a launch, or a bucket, may take."""
+    found = [many(count, mesh) for count in (257, *BESIDE_LAUNCHES)[:examples]]
     ranks = worlds(mesh.size).run(clip_drawn_on_rank, implementation, mesh, found, device)
     for number, example in enumerate(found):
         assert_none(drawn_differences([clipped[number] for clipped in ranks], example))

@@ -42,8 +42,8 @@ class ByEach:
 
     def own(self, local: Tensor, norm_type: float) -> Tensor:
         if math.isinf(norm_type):
-            return local.double().abs().max() if local.numel() else torch.zeros((), dtype=torch.float64)
-        return local.double().abs().pow(norm_type).sum()
+            return local.abs().max().double() if local.numel() else torch.zeros((), dtype=torch.float64)
+        return local.abs().double().pow(norm_type).sum()
 
     def operation(self, norm_type: float) -> dist.ReduceOp.RedOpType:
         return dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM

@@ -72,14 +72,15 @@ def logits_in_one_process(kind: str) -> Called:
 
 
 def two_calls_on_rank(implementation: Implementation, mesh: Mesh, device: str, late: bool = False) -> Called:
-    """Two forward passes before their backward passes, of which the last is the first; evaluations come before and
-    between them. With `late`, one rank begins each collective late."""
+    """Two forward passes before their backward passes, of which the last is the first, and runs twice; evaluations come
+    before and between them. With `late`, one rank begins each collective late."""
     model = parallel(implementation, mesh, "even", device)
     given = [_batch("even", step, device) for step in STEPS]
     with left_as_they_are(given), delayed(before=0.02 if late else 0.0, on=0):
         _evaluate(model, given[0])
         first, second = (model(*batch) for batch in given)
         _evaluate(model, given[1])
+        (3 * second).backward(retain_graph=True)
         second.backward()
         (2 * first).backward()
     results = {"the first loss": first.detach().cpu(), "the second loss": second.detach().cpu()}
@@ -95,6 +96,7 @@ def _evaluate(model: nn.Module, batch: Batch) -> None:
 def two_calls_in_one_process() -> Called:
     model = model_of("even", "cpu")
     first, second = (token_losses(model, _batch("even", step)) for step in STEPS)
+    (3 * second).backward(retain_graph=True)
     second.backward()
     (2 * first).backward()
     return Called({"the first loss": first.detach(), "the second loss": second.detach()}, _gradients(model))

@@ -14,6 +14,7 @@ from correctness.support.planting import defect
 from correctness.tensor_parallel.wrong import Planted
 from impl.mesh.decoder import IGNORED, Decoder
 from impl.tensor_parallel import Plain, Sliced
+from impl.tensor_parallel.vocabulary import VocabularyLoss
 
 
 @defect(cause="options", caught_by="test_steps_are_those_of_one_process[CountsPositions-tp2-even")
@@ -68,6 +69,22 @@ class RoundsPositions(Planted):
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
         dtype = self.layers[0].attention_norm.weight.dtype  # type: ignore[union-attr]
         return super().forward(tokens, positions.to(dtype).long(), targets)
+
+
+class _InTheSoftmax(VocabularyLoss):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        shares, columns, own = ctx.saved_tensors
+        found = shares.data.mul_(gradient)
+        return found.scatter_add_(1, columns[:, None], (-gradient * own)[:, None]), None, None, None
+
+
+@defect(cause="gradients", caught_by="test_two_calls_before_their_backward_passes[SpoilsTheSoftmax-tp2-at_once")
+class SpoilsTheSoftmax(Planted):
+    """unslothai/unsloth#5002: the gradient is made in the memory of the softmax, which a second pass needs too."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return _InTheSoftmax.apply(logits, targets, self.first, self.products.group)
 
 
 class _OfFrozenWeights(Plain):

@@ -69,11 +69,16 @@ def _local(gradient: Tensor) -> tuple[Tensor, tuple[Group, ...]]:
 def _power(shards: Sequence[Tensor], norm_type: float) -> Tensor:
     """The sum of the absolute values to the power of `norm_type`, at least in float32; of infinity, the largest."""
     full = [each for each in shards if each.numel()]
-    dtype = reduce(torch.promote_types, (each.dtype for each in shards), torch.float32)
+    dtype = reduce(torch.promote_types, (each.dtype for each in shards), torch.float32).to_real()
     if not full:
         return torch.zeros((), dtype=dtype, device=shards[0].device)
-    norms = torch.stack([torch.linalg.vector_norm(each, norm_type, dtype=dtype) for each in full])
+    norms = torch.stack([torch.linalg.vector_norm(each, norm_type, dtype=_as(each, dtype)) for each in full])
     return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype, or the complex one of such parts."""
+    return dtype.to_complex() if x.is_complex() else dtype
 
 
 register(

@@ -1,0 +1,59 @@
+"""Defects of clipping that show in which gradients there are: many, large ones, complex ones."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from correctness.clipping.wrong import ByEach
+from correctness.support.planting import defect
+
+
+@defect(cause="shapes", caught_by="test_any_number_of_gradients_counts")
+class CountsTheLastLaunch(ByEach):
+    """pytorch/pytorch#140066: a launch takes 110 tensors, and writes over the norms of the one before."""
+
+    def together(self, powers: list[Tensor], norm_type: float) -> Tensor:
+        return super().together(powers[(len(powers) - 1) // 110 * 110 :] if powers else powers, norm_type)
+
+
+@defect(cause="shapes", caught_by="test_any_number_of_gradients_counts")
+class ScalesTheFirstLaunch(ByEach):
+    """A launch takes 256 tensors; the norm is of all gradients, and those behind are not scaled."""
+
+    def scale(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+        super().scale(gradients[:256], norm, max_norm)
+
+
+@defect(cause="shapes", caught_by="test_any_number_of_gradients_counts")
+class CountsWholeChunks(ByEach):
+    """pytorch/pytorch#15602: norms by chunks of 65,536 elements, without the last one where it is not whole."""
+
+    def own(self, local: Tensor, norm_type: float) -> Tensor:
+        whole = local.numel() // 65536 * 65536
+        return super().own(local.reshape(-1)[:whole] if whole else local, norm_type)
+
+
+@defect(cause="numerics", caught_by="test_gradients_of_all_kinds_count_once")
+class CountsRealParts(ByEach):
+    """google-deepmind/optax#144: complex gradients count with their real parts."""
+
+    def own(self, local: Tensor, norm_type: float) -> Tensor:
+        return super().own(local.real if local.is_complex() else local, norm_type)
+
+
+@defect(cause="numerics", caught_by="test_gradients_of_all_kinds_count_once")
+class SumsSquaresOfComplexNumbers(ByEach):
+    """google/jaxopt#169: the norm of type 2 is by squares, and those of complex numbers are not of absolute values."""
+
+    def own(self, local: Tensor, norm_type: float) -> Tensor:
+        if local.is_complex() and norm_type == 2:
+            return (local * local).sum().real.double().abs()
+        return super().own(local, norm_type)
+
+
+@defect(cause="gradients", caught_by="test_gradients_of_all_kinds_count_once")
+class ScalesRealGradients(ByEach):
+    """Complex gradients are counted, and stay as they are."""
+
+    def scale(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+        super().scale([each for each in gradients if not each.is_complex()], norm, max_norm)
