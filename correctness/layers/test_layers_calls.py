@@ -185,7 +185,7 @@ def _penalty_gradients(layers: object, inputs: Inputs, needed: list[str]) -> dic
 def test_a_second_derivative_is_right_or_a_clear_error(
     implementation: Implementation, operation: str, device: str
 ) -> None:
-    """Of all arguments, and of each alone, as if the others were frozen."""
+    """The penalty is of all arguments, or of each alone, as if the others were frozen."""
     inputs = random_inputs(operation, 5, 8, device)
     wording = r"double backward|derivative for \S+ is not implemented|does not require grad"
     for needed in (inputs.learned, *([name] for name in inputs.learned)):

@@ -161,7 +161,7 @@ class TorchFSDP1(PlainStateDict):
         if any(p.dtype == torch.float64 for p in self.parameters()):
             raise AttributeError("FSDP1 clips no gradients in float64")
         model: Any = self.module
-        return model.clip_grad_norm_  # type: ignore[no-any-return]
+        return model.clip_grad_norm_
 
 
 def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.ProcessGroup | None) -> list[nn.Module]:
