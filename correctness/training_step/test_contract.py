@@ -45,7 +45,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_mean_cross_entropy(
     assert_gradients(gradients(of.model), expected)
 
 
-@pytest.mark.parametrize("rows", [4, 64, 67])
+@pytest.mark.parametrize("rows", [4, 64, 67, 2100])
 def test_the_mean_is_over_all_targets_of_a_large_batch(implementation: Implementation, rows: int, device: str) -> None:
     """Rows have different numbers of targets, and the model mixes rows: the average of micro-batches' losses is another
     loss."""
@@ -55,7 +55,7 @@ def test_the_mean_is_over_all_targets_of_a_large_batch(implementation: Implement
     targets = targets.masked_fill(~counted, -100)
     loss, expected = exact(of.model, tokens, targets)
     assert_loss(of.step(tokens, targets), loss)
-    assert_gradients(gradients(of.model), expected)
+    assert_gradients(gradients(of.model), expected, 1e-5 if rows < 100 else 1e-4)  # sums of thousands of terms cancel
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

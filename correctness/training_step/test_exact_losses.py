@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from correctness.support.default_dtype import default_dtype
 from correctness.support.global_state import global_state_stays
 from correctness.training_step.models import Table
 from correctness.training_step.stepping import assert_loss, relative_error
@@ -62,14 +63,48 @@ def test_the_loss_has_float32s_accuracy_given_the_logits(
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("number", [259, 2051])
-def test_targets_are_counted_exactly(implementation: Implementation, precision: str, number: int, device: str) -> None:
-    """Above 256 bfloat16 holds no odd number, and above 2048 float16 none; nor does a mean of so many stay exact."""
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=["", "default_bfloat16"])
+def test_targets_are_counted_exactly(
+    implementation: Implementation, default: torch.dtype, precision: str, number: int, device: str
+) -> None:
+    """Above 256 bfloat16 holds no odd number, and above 2048 float16 none; nor does a mean of so many stay exact. A job
+    that makes its model in bfloat16 has it as torch's default dtype."""
+    with default_dtype(default):
+        _count_targets(implementation, precision, number, device)
+
+
+def _count_targets(implementation: Implementation, precision: str, number: int, device: str) -> None:
     model, step = made(implementation, precision, None, device)
     tokens, targets = (torch.randint(VOCAB, (1, number + 5), device=device) for _ in range(2))
     targets[0, :5] = -100
     rows = model.rows.weight.detach().double()
     expected = cross_entropy(rows[tokens].flatten(0, 1), targets.flatten()).item()
     assert_loss(step.forward(tokens, targets), expected, f"the loss of {number} targets")
+
+
+@pytest.mark.parametrize("precision", [name for name, of in PRECISIONS.items() if of.compute != torch.float16])
+def test_gradients_add_up_until_the_caller_changes_them(
+    implementation: Implementation, precision: str, device: str
+) -> None:
+    """A step that adds up in float32, in memory of its own, goes on from what the caller has made of `.grad`."""
+    model, step = made(implementation, precision, None, device)
+    weight, wanted = model.rows.weight, torch.zeros(VOCAB, VOCAB, dtype=torch.float64, device=device)
+    changes: dict[str, Any] = {
+        "no change": lambda: 1.0,
+        "None": lambda: (setattr(weight, "grad", None), 0.0)[1],
+        "zeros in place": lambda: (weight.grad.zero_(), 0.0)[1],
+        "half in place": lambda: (weight.grad.mul_(0.5), 0.5)[1],
+        "half in other memory": lambda: (setattr(weight, "grad", weight.grad * 0.5), 0.5)[1],
+        "an update": lambda: (step.update(), 1.0)[1],
+    }
+    for change, apply in [("the start", lambda: 0.0), *changes.items(), *reversed(changes.items())]:
+        share, (tokens, targets) = apply(), batch(device)
+        rows = weight.detach().double().requires_grad_()
+        cross_entropy(rows[tokens].flatten(0, 1), targets.flatten()).backward()
+        wanted = share * wanted + rows.grad
+        step.backward(step.forward(tokens, targets))
+        error = relative_error({"": weight.grad}, {"": wanted})
+        assert error < CLOSE[weight.dtype], f"after {change} the gradient's relative error is {error:.2g}"
 
 
 @pytest.mark.parametrize("where", ["block", "model"])

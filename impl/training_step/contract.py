@@ -25,14 +25,14 @@ class TrainingStep(Protocol):
     Must:
 
     - The loss is the mean cross entropy of all targets but -100, of the whole batch at once: a float32 scalar, as
-      accurate as that given the logits, whatever their dtype. Products are in the precision's compute dtype, backward's
-      too, also where the caller's autocast is on. Gradients are those of the loss's own random draws. A loss keeps its
-      value, whatever is called after it.
+      accurate as that given the logits, whatever their dtype and torch's default. Products are in the precision's
+      compute dtype, backward's too, also where the caller's autocast is on. Gradients are those of the loss's own
+      random draws. A loss keeps its value, whatever is called after it.
     - Gradients accumulate unscaled in `.grad`, also in those that are there when the step is made, until the caller
-      sets them to None. Several losses may wait for their backward. Each `update` is one step of the optimizer, hooks
-      of steps included, on the current `.grad`, finite or not, with its current options. The caller may write
-      parameters while no loss waits, and gradients at any time (in float16 not between backward and update), in place
-      or by `.data =` and `.grad =`.
+      sets them to None; sparse ones too, or they are an error. Several losses may wait for their backward. Each
+      `update` is one step of the optimizer, hooks of steps included, on the current `.grad`, finite or not, with its
+      current options. The caller may write parameters while no loss waits, and gradients at any time (in float16 not
+      between backward and update), in place or by `.data =` and `.grad =`.
     - Parameters may be frozen and unfrozen while no loss waits. No part of a step, nor a forward that raises, changes a
       module's mode, or a parameter's dtype or `requires_grad`, or draws random numbers but the model's, and backward
       leaves the state of the generators as it found it. Buffers that the model changes or replaces, as a batch norm's,
