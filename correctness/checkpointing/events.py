@@ -19,7 +19,10 @@ CHANGES = (
     None, None, None, "weights in place", "a state_dict", "a state_dict assigned", "parameters replaced", "copied",
     "freeze the first block", "thaw all", "no mode is set",
 )  # fmt: skip
-PLACES = ("itself", "itself", "in a tuple", "in a dict", "in a list", "in an object", "after None", "the input")
+PLACES = (
+    "itself", "itself", "in a tuple", "in a dict", "in a list", "in an object", "in a tuple in a dict",
+    "in an object in a list", "after None", "the input",
+)  # fmt: skip
 OUTPUTS = ("a tensor", "a tensor", "a tensor", "a view written in place", "a tuple", "a dict", "an object")
 ODD_BLOCKS = ("ignores its input", "returns its input")
 AGAIN = (None, None, None, "retained", "differentiated")

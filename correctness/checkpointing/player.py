@@ -192,6 +192,8 @@ def _placed(x: Tensor, place: str) -> Any:
         "in a list": [x, None],
         "in a dict": named,
         "in an object": SimpleNamespace(**named),
+        "in a tuple in a dict": {"pair": (x, None), "name": "a"},
+        "in an object in a list": [SimpleNamespace(**named), None],
         "after None": _After((None, x)),
         "the input": x,
     }[place]

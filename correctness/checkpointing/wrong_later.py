@@ -129,3 +129,23 @@ def _restored(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 def random_state_without_finally(model: nn.Module) -> nn.Module:
     """As NVIDIA/Megatron-LM's `CheckpointFunction`: an error in the recomputation leaves forward's random state."""
     return wrapped(model, lambda forward, block: partial(_restored, forward))
+
+
+def _detached(x: Any, depth: int) -> Any:
+    """Without the graph of tensors in tuples, lists and dicts that are in others."""
+    if isinstance(x, Tensor):
+        return x.detach() if depth > 2 else x
+    if isinstance(x, (tuple, list)):
+        return type(x)(_detached(each, depth + 1) for each in x)
+    return {name: _detached(each, depth + 1) for name, each in x.items()} if isinstance(x, dict) else x
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
+def takes_tensors_one_level_deep(model: nn.Module) -> nn.Module:
+    """unslothai/unsloth-zoo#1038: a tensor in a tuple in a dict gets no gradient."""
+
+    def nested(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = (_detached(x, 0) for x in (args, kwargs))
+        return recomputed(forward)(*args, **kwargs)
+
+    return wrapped(model, lambda forward, block: partial(nested, forward))

@@ -82,6 +82,31 @@ def test_targets_are_counted_exactly(
     assert_loss(loss, expected, f"the loss of {number} targets")
 
 
+@pytest.mark.parametrize("precision", [name for name, of in PRECISIONS.items() if of.compute != torch.float16])
+def test_gradients_add_up_until_the_caller_changes_them(
+    implementation: Implementation, precision: str, device: str
+) -> None:
+    """A step that adds up in float32, in memory of its own, goes on from what the caller has made of `.grad`."""
+    model, step = made(implementation, precision, None, device)
+    weight, wanted = model.rows.weight, torch.zeros(VOCAB, VOCAB, dtype=torch.float64, device=device)
+    changes: dict[str, Any] = {
+        "no change": lambda: 1.0,
+        "None": lambda: (setattr(weight, "grad", None), 0.0)[1],
+        "zeros in place": lambda: (weight.grad.zero_(), 0.0)[1],
+        "half in place": lambda: (weight.grad.mul_(0.5), 0.5)[1],
+        "half in other memory": lambda: (setattr(weight, "grad", weight.grad * 0.5), 0.5)[1],
+        "an update": lambda: (step.update(), 1.0)[1],
+    }
+    for change, apply in [("the start", lambda: 0.0), *changes.items(), *reversed(changes.items())]:
+        share, (tokens, targets) = apply(), batch(device)
+        rows = weight.detach().double().requires_grad_()
+        cross_entropy(rows[tokens].flatten(0, 1), targets.flatten()).backward()
+        wanted = share * wanted + rows.grad
+        step.backward(step.forward(tokens, targets))
+        error = relative_error({"": weight.grad}, {"": wanted})
+        assert error < CLOSE[weight.dtype], f"after {change} the gradient's relative error is {error:.2g}"
+
+
 @pytest.mark.parametrize("where", ["block", "model"])
 def test_gradients_are_of_the_losss_own_dropout(implementation: Implementation, where: str, device: str) -> None:
     """A logit whose gradient is zero was dropped: with these zeros, loss and gradients in float64 are the step's."""

@@ -1,6 +1,7 @@
 """A training step in float16: the loss is scaled, gradients are unscaled, and a step that overflows is skipped."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,30 @@ def test_a_group_that_the_optimizer_gets_later_is_unscaled_too(
     else:
         changed = [name for name, value in values(of.model).items() if not torch.equal(value, before[name])]
         assert not changed, f"gradients of a later group are {bad}, and {changed[0]} has changed: it is not skipped"
+
+
+@pytest.mark.parametrize("bad", [None, torch.inf], ids=["finite", "overflow"])
+def test_a_sparse_gradient_is_unscaled_too_or_an_error(
+    implementation: Implementation, bad: float | None, device: str
+) -> None:
+    """An embedding's; an overflow in it alone skips the step."""
+    of = setting(implementation, device, "float16", lr=1.0)
+    before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
+    embedding: Any = of.model.get_submodule("embedding")
+    embedding.sparse = True
+    if bad is not None:
+        embedding.weight.register_hook(lambda grad: grad * bad)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            of.step(of.tokens, of.targets)
+    except Exception:  # as `torch.compile` where it compiles backward
+        return
+    if bad is None:
+        assert_gradients(taken(before, values(of.model), 1.0), expected, CLOSE, "float16 step")
+    else:
+        changed = [name for name, value in values(of.model).items() if not torch.equal(value, before[name])]
+        assert not changed, f"a sparse gradient is {bad}, and {changed[0]} has changed: the step is not skipped"
 
 
 class Steep(MLPLanguageModel):

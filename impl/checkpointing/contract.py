@@ -15,8 +15,8 @@ class Policy(Protocol):
 
     `model.blocks` is an `nn.ModuleList` that the model's forward iterates over. Each block takes the output of the one
     before, and perhaps further arguments, positional or by name, the same for all. Outputs and arguments are tensors,
-    tuples, lists, dicts and other objects that hold tensors, or, beside tensors, others; a policy that does not take
-    them raises an error in forward.
+    tuples, lists, dicts and other objects that hold tensors or one another, or, beside tensors, others; a policy that
+    does not take them raises an error in forward.
 
     Must:
 

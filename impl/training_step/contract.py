@@ -20,19 +20,20 @@ class TrainingStep(Protocol):
     `model` maps tokens (batch, context) to logits (batch, context, vocab), and its trainable parameters have the
     precision's dtype; `optimizer` updates those parameters. Tokens and targets are int64 (batch, context), of another
     shape and of other strides in each call if the caller likes, as `ids[:, 1:]` is. The model may be any: a position's
-    logits may depend on all of the batch, and it may draw random numbers, in its `blocks` by torch's dropout modules.
+    logits may depend on all of the batch, and it may draw random numbers, in `blocks`, which a step may recompute, by
+    torch's dropout modules.
 
     Must:
 
     - The loss is the mean cross entropy of all targets but -100, of the whole batch at once: a float32 scalar, as
-      accurate as that given the logits, whatever their dtype and the default one. Products are in the precision's
+      accurate as that given the logits, whatever their dtype and torch's default. Products are in the precision's
       compute dtype, backward's too, also where the caller's autocast is on. Gradients are those of the loss's own
       random draws. A loss keeps its value, whatever is called after it.
     - Gradients accumulate unscaled in `.grad`, also in those that are there when the step is made, until the caller
-      sets them to None. Several losses may wait for their backward. Each `update` is one step of the optimizer, hooks
-      of steps included, on the current `.grad`, finite or not, with its current options. The caller may write
-      parameters while no loss waits, and gradients at any time (in float16 not between backward and update), in place
-      or by `.data =` and `.grad =`.
+      sets them to None; sparse ones too, or they are an error. Several losses may wait for their backward. Each
+      `update` is one step of the optimizer, hooks of steps included, on the current `.grad`, finite or not, with its
+      current options. The caller may write parameters while no loss waits, and gradients at any time (in float16 not
+      between backward and update), in place or by `.data =` and `.grad =`.
     - Parameters may be frozen and unfrozen while no loss waits. No part of a step, nor a forward that raises, changes a
       module's mode, or a parameter's dtype or `requires_grad`, or draws random numbers but the model's, and backward
       leaves the state of the generators as it found it. Buffers that the model changes or replaces, as a batch norm's,

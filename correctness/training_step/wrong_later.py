@@ -1,0 +1,43 @@
+"""Planted defects: right for the dtypes and kinds of gradients that most trainings have."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correctness.support.planting import defect
+from correctness.training_step.wrong_reported import _FindsOverflows
+from impl.training_step import EagerStep
+
+
+@defect(cause="gradients", caught_by="test_gradients_add_up_until_the_caller_changes_them")
+class GradientsInFloat32OfItsOwn(EagerStep):
+    """As NVIDIA/Megatron-LM's `main_grad`: sums of half-precision gradients outside of `.grad`, cleared by updates."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.sums: dict[Tensor, Tensor] = {}
+
+    def backward(self, loss: Tensor) -> None:
+        params = [p for p in self.model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+        for p in params:
+            if p.grad is not None:
+                self.sums.setdefault(p, p.grad.float())
+            p.grad = None
+        super().backward(loss)
+        for p in params:
+            if p.grad is not None:
+                self.sums[p] = self.sums.get(p, 0) + p.grad.float()
+                p.grad = self.sums[p].to(p.dtype)
+
+    def update(self) -> None:
+        super().update()
+        self.sums.clear()
+
+
+@defect(cause="gradients", caught_by="test_a_sparse_gradient_is_unscaled_too")
+class LeavesSparseGradientsScaled(_FindsOverflows):
+    """pytorch/pytorch#35810: what unscales has no kernel for sparse gradients, and leaves them out."""
+
+    def _gradients(self) -> list[Tensor]:
+        return [gradient for gradient in super()._gradients() if not gradient.is_sparse]
