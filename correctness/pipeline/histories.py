@@ -24,11 +24,12 @@ from shardmark.api import Implementation, Mesh, Unsupported
 
 MOST_STAGES = 8
 
-OUTPUTS = ("rows", "number", "rounded", "integers", "mask", "constant", "given", "numbers of none")
-"""Tensors that a stage may give beside its values: a number of each row; one of all rows; one in bfloat16; integers
-that float64 does not have; a mask; floats that need no gradient; the first tensor that it was given; and one without
-elements."""
+OUTPUTS = ("rows", "number", "rounded", "integers", "few bits", "mask", "constant", "given", "numbers of none", "root")
+"""Tensors that a stage may give beside its values: a number of each row; one of all rows; one in a half; integers that
+float64 does not have; some of fewer bits, which float32 or a half does not have; a mask; floats that need no gradient;
+the first tensor that it was given; one without elements; and one that nobody uses, whose derivative is infinite."""
 
+FEW_BITS = (torch.int32, torch.int16, torch.uint8, torch.int8)
 
 UNUSUAL = ("cut", "spare", "again", "sometimes")
 """Ways in which gradients of a stage may not come, or come twice: its values are detached from those that it was given;
@@ -52,12 +53,15 @@ class Boundary(NamedTuple):
     """Number of the values among the tensors."""
     transposed: bool
     """The values are a view whose rows do not lie one after the other."""
+    folded: bool
+    """The values have six dimensions."""
     used: int
     """A mask of the tensors beside the values that the next stage uses."""
 
     def __str__(self) -> str:
         beside = f" and {', '.join(self.beside)}" if self.beside else ""
-        return f"{'transposed ' * self.transposed}values at {self.place}{beside} (used: {self.used:b})"
+        values = f"{'transposed ' * self.transposed}{'folded ' * self.folded}values"
+        return f"{values} at {self.place}{beside} (used: {self.used:b})"
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,11 @@ class History:
 def histories(draw: st.DrawFn, mesh: Mesh) -> History:
     def boundary() -> Boundary:
         beside = tuple(draw(st.lists(st.sampled_from(OUTPUTS), max_size=3)))
-        transposed = draw(one_in(3))
+        transposed, folded = draw(one_in(3)), draw(one_in(4))
         place, used = draw(st.integers(0, len(beside))), draw(st.integers(0, 7))
-        return Boundary(2 * draw(st.integers(1, 4)), beside, place, transposed, used)
+        if "root" in beside:  # so that it is not the first, which others pass on and use
+            place, used = 0, sum(bool(used >> i & 1) << i for i, what in enumerate(beside) if what != "root")
+        return Boundary(2 * draw(st.integers(1, 4)), beside, place, transposed, folded, used)
 
     kinds = ["step"] * 4 + ["update", "update", "clear", "zero", "scale", "weights", "mode", "freeze", "freeze"]
     events = events_of(
@@ -126,6 +132,7 @@ class Stage(nn.Module):
         else:
             more = [*given]
             x = more.pop(self.before.place)
+            x = x[:, 0, :, 0].flatten(2) if self.before.folded else x
             x = x.transpose(0, 1) if self.before.transposed else x
             more = [each for i, each in enumerate(more) if self.before.used >> i & 1]
         hidden = torch.tanh(self.inner(x.detach() if "cut" in self.unusual else x))
@@ -138,8 +145,10 @@ class Stage(nn.Module):
             values = values + self.more["again"](hidden.square())
         if self.after is None:
             return values
-        found = [_beside(what, hidden, given[0]) for what in self.after.beside]
-        found.insert(self.after.place, values.transpose(0, 1) if self.after.transposed else values)
+        found = [_beside(what, hidden, given[0], self.after.width) for what in self.after.beside]
+        values = values.transpose(0, 1) if self.after.transposed else values
+        values = values.unflatten(2, (-1, 2))[:, None, :, None] if self.after.folded else values
+        found.insert(self.after.place, values)
         return tuple(found) if len(found) > 1 or self.number % 2 else found[0]
 
 
@@ -151,22 +160,27 @@ def _factor(x: Tensor) -> Tensor:
     return torch.sin(x.flatten() @ torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device).cos())
 
 
-def _beside(what: str, hidden: Tensor, first: Tensor) -> Tensor:
+def _beside(what: str, hidden: Tensor, first: Tensor, width: int) -> Tensor:
     match what:
         case "rows":
             return hidden.square().mean((1, 2))
         case "number":
             return hidden.square().mean()
         case "rounded":
-            return hidden.square().mean((1, 2)).bfloat16()
+            return hidden.square().mean((1, 2)).to(torch.bfloat16 if width % 4 else torch.float16)
         case "integers":
             return 2**60 + torch.arange(len(hidden), device=hidden.device)
+        case "few bits":
+            dtype = FEW_BITS[width // 2 - 1]
+            return torch.iinfo(dtype).max - torch.arange(len(hidden), device=hidden.device, dtype=dtype)
+        case "root":
+            return (0 * hidden.square().sum()).sqrt()
         case "mask":
             return torch.arange(len(hidden), device=hidden.device) % 2 == 0
         case "constant":
             return torch.linspace(0, 1, len(hidden), device=hidden.device, dtype=hidden.dtype)
-        case "given":  # in bfloat16 the order of its gradients' sum would show
-            return first.double() if first.dtype == torch.bfloat16 else first
+        case "given":  # in a half the order of its gradients' sum would show
+            return first.double() if first.dtype in (torch.bfloat16, torch.float16) else first
     return hidden[:, :, :0].flatten(1)
 
 

@@ -56,6 +56,37 @@ class SendsFromOneBuffer(Planted):
             super()._run()
 
 
+@defect(cause="shapes", caught_by="test_any_history_is_that_of_one_process")
+class AnnouncesFourDimensions(Sending):
+    """pytorch/PiPPy#951: a shape is announced in a message of a fixed size, with four places for dimensions."""
+
+    def sent(self, output: Tensor) -> Tensor:
+        if output.dim() > 4:
+            raise RuntimeError(f"The expanded size of the tensor (4) must match the existing size ({output.dim()})")
+        return output
+
+
+@defect(cause="numerics", caught_by="test_any_history_is_that_of_one_process")
+class SendsOtherDtypesAsFloats(Sending):
+    """hw-native-sys/pypto#1193: dtypes that a table lacks are taken to be float32, which rounds large integers."""
+
+    table = torch.int64, torch.bool
+
+    def sent(self, output: Tensor) -> Tensor:
+        known = output.is_floating_point() or output.is_complex() or output.dtype in self.table
+        return output if known else output.float().to(output.dtype)
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_that_of_one_process")
+class TakesZerosForNone(Planted):
+    """Gradients of outputs that nobody used are zeros, which are NaN behind an infinite derivative."""
+
+    def _used(self, action: Action, outputs: Tensors) -> list[tuple[Tensor, Tensor | None]]:
+        if action.stage == self.stages - 1:
+            return super()._used(action, outputs)
+        return [*zip(outputs, self.exchange.arrived(action), strict=False)]
+
+
 @defect(cause="memory", caught_by="test_steps_are_those_of_one_process[FreesWhatItSent-pp2-passes_on")
 class FreesWhatItSent(Sending):
     """PaddlePaddle/Paddle#54625: memory of outputs is given back once they are sent, also where it is that of an input,
