@@ -60,6 +60,36 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Overflow:
+    """A step in which one element of one gradient is that value: it alone is not finite afterwards."""
+
+    value: float
+
+    def __str__(self) -> str:
+        return f"step(), an element of a gradient is {self.value}"
+
+    def happens(self, training: Training) -> None:
+        training.set_gradients((), (), False)
+        gradient = next(p.grad for p in training.parameters if p.grad is not None and p.numel())
+        gradient.view(-1)[-1] = self.value
+        training.optimizer.step()
+        training.updated |= {i for i, p in enumerate(training.parameters) if p.grad is not None}
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """Change every parameter in place, as a limit of weights or loaded values do."""
+
+    def __str__(self) -> str:
+        return "parameters clamped"
+
+    def happens(self, training: Training) -> None:
+        for p in training.parameters:
+            if p.is_floating_point():
+                p.detach().clamp_(-0.5, 0.5)
+
+
+@dataclass(frozen=True)
 class Freeze:
     """Flip `requires_grad` of a parameter (index modulo their number); None unfreezes all."""
 
@@ -204,7 +234,7 @@ def histories(draw: DrawFn, most: int = 9, zero_redundancy: bool = False) -> His
     frozen = st.just(()) if zero_redundancy or averages else st.just(()) | st.just(()) | _some(8, 3)
     steps = st.builds(Step, st.just(()) if averages else _some(6, 5), one_in(3), frozen, transposed)
     changes = st.builds(Change, st.integers(0, 2), options)
-    rare = [st.builds(Add, groups), st.just(Reload()), st.just(Save()), st.just(Restore())]
+    rare = [st.builds(Add, groups), st.just(Reload()), st.just(Save()), st.just(Restore()), st.just(Clamp())]
     rare += [changes, changes, st.builds(Freeze, st.integers(0, 7))]
     kinds = [*[steps] * 7, *rare]
     in_groups = draw(one_in(3))

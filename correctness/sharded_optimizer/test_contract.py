@@ -162,9 +162,9 @@ def test_param_groups_have_the_users_parameters(
     assert_values(world.run(given_as, implementation, how, device), params)
 
 
-def changed_between_steps(make: Any, device: str) -> list[Tensor]:
+def changed_between_steps(make: Any, device: str, dtype: torch.dtype | None) -> list[Tensor]:
     """Train parameters that are clamped and scaled in place after each step."""
-    params = parameters(device, *SHAPES)
+    params = parameters(device, *SHAPES, dtype=dtype)
     optimizer = make(params, torch.optim.AdamW, lr=0.1)
     for step in range(3):
         set_gradients(params, step)
@@ -175,12 +175,16 @@ def changed_between_steps(make: Any, device: str) -> list[Tensor]:
     return [p.detach().cpu() for p in params]
 
 
-def changed_on_rank(implementation: Implementation, device: str) -> list[Tensor]:
-    return changed_between_steps(implementation.watched, device)
+def changed_on_rank(implementation: Implementation, device: str, dtype: torch.dtype | None) -> list[Tensor]:
+    return changed_between_steps(implementation.watched, device, dtype)
 
 
-def test_parameters_may_be_changed_between_steps(implementation: Implementation, world: World, device: str) -> None:
-    ranks, expected = world.run(changed_on_rank, implementation, device), changed_between_steps(unsharded, device)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["exact", "bfloat16"])
+def test_parameters_may_be_changed_between_steps(
+    implementation: Implementation, world: World, dtype: torch.dtype | None, device: str
+) -> None:
+    expected = changed_between_steps(unsharded, device, dtype)
+    ranks = world.run(changed_on_rank, implementation, device, dtype)
     assert_values(ranks, expected, ", clamped and scaled after each step")
 
 

@@ -1,14 +1,17 @@
-"""Contract of uses of a sharded optimizer: hooks, sparse gradients, and parameters frozen before a step."""
+"""Contract of uses of a sharded optimizer: hooks, sparse gradients, some that are not finite, parameters frozen before
+a step, and their names."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from correctness.sharded_optimizer.player import assert_values
+from correctness.sharded_optimizer.events import Overflow, Save, Step
+from correctness.sharded_optimizer.player import assert_values, check
 from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
-from correctness.sharded_optimizer.training import unsharded
+from correctness.sharded_optimizer.training import Group, History, unsharded
 from correctness.support.complaints import assert_none
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
@@ -126,3 +129,31 @@ def test_an_added_group_has_the_default_options_at_once(
         why = "they come with the next step: docs/pytorch-defects.md"
         request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     assert_none(filter(None, world.run(options_on_rank, implementation, device)))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
+def test_every_rank_steps_where_a_gradient_is_not_finite(
+    implementation: Implementation, world: World, value: float, device: str
+) -> None:
+    """As the unsharded optimizer does: what a loss scaler leaves out is its own."""
+    check(implementation, world, History([Group([(5, 3), (7,), (11,)])], [Step(), Overflow(value), Save()]), device)
+
+
+def names_in_state(make: Any, device: str) -> list[Any]:
+    params = parameters(device, (5, 3), (7,), (11,))
+    groups = [{"params": [("a", params[0])]}, {"params": [("b", params[1]), ("c", params[2])], "lr": 0.3}]
+    return [group.get("param_names") for group in make(groups, torch.optim.SGD, lr=0.1).state_dict()["param_groups"]]
+
+
+def names_on_rank(implementation: Implementation, device: str) -> list[Any]:
+    return names_in_state(implementation.watched, device)
+
+
+def test_a_state_has_the_names_of_parameters(
+    implementation: Implementation, world: World, device: str, request: pytest.FixtureRequest
+) -> None:
+    if implementation.spec == "zero_redundancy":
+        request.applymarker(pytest.mark.xfail(reason="it takes no names: docs/pytorch-defects.md", strict=True))
+    expected = names_in_state(unsharded, device)
+    for rank, found in enumerate(world.run(names_on_rank, implementation, device)):
+        assert found == expected, f"param_names in state_dict() are {found} on rank {rank}, expected {expected}"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -217,3 +218,42 @@ class CountsParametersItself(SimpleZero):
         number = count()
         groups = [{**group, "params": [next(number) for _ in group["params"]]} for group in state_dict["param_groups"]]
         super().load_state_dict(state_dict | {"param_groups": groups})
+
+
+@defect(cause="gradients", caught_by="test_every_rank_steps_where_a_gradient_is_not_finite")
+class SkipsWhatIsNotFinite(SimpleZero):
+    """NVIDIA/Megatron-LM#5331: a rank leaves out its update where its own gradients are not finite; the others step."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        kept = [(p, p.grad) for group in self.inner.param_groups for p in group["params"]]
+        if not all(gradient is None or gradient.isfinite().all() for _, gradient in kept):
+            for p, _ in kept:
+                p.grad = None
+        loss = super().step(closure)
+        for p, gradient in kept:
+            p.grad = gradient
+        return loss
+
+
+@defect(cause="state", caught_by="test_a_state_has_the_names_of_parameters")
+class DropsNames(SimpleZero):
+    """Puts groups of the state together from options and numbers, without names."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            group.pop("param_names", None)
+        return found
+
+
+@defect(cause="state", caught_by="test_parameters_may_be_changed_between_steps")
+class KeepsMasters(SimpleZero):
+    """NovaSky-AI/SkyRL#2149: parameters of 16 bits have masters, which write over what the caller has set."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        masters: dict[Tensor, Tensor] = self.__dict__.setdefault("masters", {})
+        for p, master in masters.items():
+            p.data.copy_(master)
+        loss = super().step(closure)
+        masters.update({p: p.detach().float() for p in self.all_parameters if p.dtype == torch.bfloat16})
+        return loss

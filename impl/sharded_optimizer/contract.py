@@ -36,13 +36,13 @@ class ShardedOptimizerContract(Protocol):
       into which the optimizer may write, as a count of steps. One that needs more (Adafactor, LBFGS, Muon) is right
       too, or refused with a ValueError; a gradient that is sparse is right, or an error. Hooks of the step run once.
     - A parameter without a gradient keeps its value and state; parameters may be frozen and unfrozen between steps.
-      They may be views of one memory.
+      They may be views of one memory, and be changed in place. A gradient may have infinities.
     - Any option that a scheduler or the user changes in `param_groups` holds from the next step on, also
       where it is a tensor that is filled in place.
     - The ranks share the state: each of n holds about 1/n of its bytes, and at most one parameter's more, for any
       dtypes and groups, whenever these are added or thawed, and after loading.
-    - `state_dict` is the full state as `optimizer_cls` has it, on every rank; `load_state_dict` takes one saved on any
-      number of ranks or by `optimizer_cls`, in place of its own.
+    - `state_dict` is the full state as `optimizer_cls` has it, with names of parameters, on every rank;
+      `load_state_dict` takes one saved on any number of ranks or by `optimizer_cls`, in place of its own.
     - Ranks outside of the group take no part; several optimizers do not disturb one another.
 
     Should: ValueError for a parameter that is there already, and on every rank for a state that does not fit.
