@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from correctness.clipping.drawn import KINDS, clip_drawn_on_rank, drawn, drawn_differences, many
+from correctness.clipping.drawn import KINDS, clip_drawn_on_rank, complex_ones, drawn, drawn_differences, many
 from correctness.clipping.gradients import (
     clip_an_iterator_on_rank,
     clip_nothing_on_rank,
@@ -79,6 +79,16 @@ def test_gradients_of_all_kinds_count_once(
     ranks = worlds(mesh.size).run(clip_drawn_on_rank, implementation, mesh, found, device)
     for number, example in enumerate(found):
         assert_none(drawn_differences([clipped[number] for clipped in ranks], example))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 3.0])
+@pytest.mark.meshes("shard=2", "dp=2,tp=2")
+def test_complex_gradients_count_with_their_absolute_values_or_are_an_error(
+    implementation: Implementation, mesh: Mesh, norm_type: float, worlds: WorldsBySize, device: str
+) -> None:
+    example = complex_ones(norm_type, mesh)
+    ranks = worlds(mesh.size).run(clip_drawn_on_rank, implementation, mesh, [example], device)
+    assert_none(drawn_differences([clipped[0] for clipped in ranks], example))
 
 
 @pytest.mark.examples(1, 4, 15)

@@ -33,7 +33,7 @@ class CountsWholeChunks(ByEach):
         return super().own(local.reshape(-1)[:whole] if whole else local, norm_type)
 
 
-@defect(cause="numerics", caught_by="test_gradients_of_all_kinds_count_once")
+@defect(cause="numerics", caught_by="test_complex_gradients_count")
 class CountsRealParts(ByEach):
     """google-deepmind/optax#144: complex gradients count with their real parts."""
 
@@ -41,7 +41,7 @@ class CountsRealParts(ByEach):
         return super().own(local.real if local.is_complex() else local, norm_type)
 
 
-@defect(cause="numerics", caught_by="test_gradients_of_all_kinds_count_once")
+@defect(cause="numerics", caught_by="test_complex_gradients_count")
 class SumsSquaresOfComplexNumbers(ByEach):
     """google/jaxopt#169: the norm of type 2 is by squares, and those of complex numbers are not of absolute values."""
 
@@ -51,7 +51,7 @@ class SumsSquaresOfComplexNumbers(ByEach):
         return super().own(local, norm_type)
 
 
-@defect(cause="gradients", caught_by="test_gradients_of_all_kinds_count_once")
+@defect(cause="gradients", caught_by="test_complex_gradients_count")
 class ScalesRealGradients(ByEach):
     """Complex gradients are counted, and stay as they are."""
 

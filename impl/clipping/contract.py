@@ -17,7 +17,7 @@ class Clip(Protocol):
     of which one is made without arguments will do. All ranks call.
 
     Gradients are DTensors, of any placements and on any meshes of the ranks, or tensors that every rank has whole, as
-    many and as large as they may be. Complex ones count with their absolute values.
+    many and as large as they may be. Complex ones count with their absolute values, or are an error.
     Parameters whose `.grad` is None, on all ranks that have a part of them, are left out.
 
     Must:
