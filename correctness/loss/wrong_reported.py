@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy, linear
 from correctness.loss.textbook import Fused, loss_and_gradients, of_logits, of_terms, scaled
 from correctness.support.planting import defect
 from impl.loss import eager_loss
+from impl.loss.eager import summed_loss
 
 
 @defect(cause="shapes", caught_by="test_label_smoothing_counts_every_word")
@@ -154,3 +155,20 @@ def reads_the_loss_from_the_logits_memory(
             return loss
         read = cross_entropy(shifted.float(), targets, ignore_index=ignore, label_smoothing=smoothing)
     return loss + (read - loss.detach())
+
+
+@defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
+def rounds_after_each_chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """linkedin/Liger-Kernel#1391: the weight's gradient is rounded to half precision after each chunk of 16 tokens."""
+    options = ignore_index, label_smoothing, z_loss
+    chunks = zip(hidden.split(16), targets.split(16), strict=True)
+    total = torch.stack([summed_loss(x, weight, y, *options) for x, y in chunks] or [hidden.sum()]).sum()
+    return total / (targets != ignore_index).sum().clamp(min=1)

@@ -121,6 +121,16 @@ def test_weights_may_be_given_for_one_call(implementation: Implementation, devic
 
 
 @float64
+def test_another_model_that_is_cast_changes_nothing(implementation: Implementation, device: str) -> None:
+    """A table that models of one size share would be rounded with it."""
+    model, plain = models(implementation, device)
+    tokens = draw(device)
+    for dtype in (torch.bfloat16, torch.float32):
+        implementation.watched(SIZE, context_length=CONTEXT).to(device, dtype)(tokens)
+        assert_logits(model(tokens), plain(tokens), where=f" beside another model that was cast to {dtype}")
+
+
+@float64
 @pytest.mark.parametrize("context", [1024, 2049])
 def test_a_long_context(implementation: Implementation, context: int, device: str) -> None:
     model, plain, tokens = _of_long_context(implementation, context, device)

@@ -43,6 +43,20 @@ class CopiesOfOneBlock(Transformer):
         self.blocks = nn.ModuleList(deepcopy(self.blocks[0]) for _ in range(size.layers))
 
 
+@defect(cause="two calls", caught_by="test_another_model_that_is_cast_changes_nothing")
+class SharesItsRotaryModule(Transformer):
+    """sgl-project/sglang#33575: models of one size and default dtype share a module, and what one casts, all have."""
+
+    shared: ClassVar[dict[tuple[Any, ...], nn.Module]] = {}
+
+    def __init__(self, size: TransformerSize, *, context_length: int) -> None:
+        super().__init__(size, context_length=context_length)
+        rotary: Any = self.blocks[0].attention.rotary  # type: ignore[union-attr]
+        key = context_length, size.head_dim, torch.get_default_dtype()
+        for block in self.blocks:
+            block.attention.rotary = self.shared.setdefault(key, rotary)  # type: ignore[union-attr]
+
+
 @defect(cause="numerics", caught_by="test_a_long_context_is_as_accurate_in_every_dtype")
 class GrowsTablesFromRoundedFrequencies(Parts):
     """huggingface/transformers#29496: where its first table of 256 positions is too short, makes another from
