@@ -38,8 +38,9 @@ class Guard(Attributes):
         self._comparing = {name: getattr(torch, name) for name in COMPARING}
 
     def watch(self, target: Any) -> None:
-        """Take no plugin from the target's module."""
-        self._targets.add(getattr(target, "__module__", ""))
+        """Take no plugin from the target's module; that of a plain namespace is its functions'."""
+        parts = [target, *getattr(target, "__dict__", {}).values()]
+        self._targets |= {module for each in parts if isinstance(module := getattr(each, "__module__", None), str)}
 
     def put_back(self) -> list[str]:
         changed = super().put_back()

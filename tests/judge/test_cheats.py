@@ -2,10 +2,12 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from correctness.support.paths import ROOT
+from shardmark.plugin.tampering import Guard
 from tests.support.runs import Fresh
 
 HEAD = """
@@ -158,3 +160,13 @@ def test_a_cheat_is_named_and_never_right(name: str, tmp_path: Path) -> None:
     ended = Fresh(ROOT, arguments).run()
     assert ended.status != 0, ended.output
     assert " is right" not in ended.output and re.search(words, " ".join(ended.output.split())), ended.output
+
+
+def test_a_namespace_has_no_module_and_hides_no_plugin() -> None:
+    """Most of pytest's plugins have no name."""
+    plugins = pytest.PytestPluginManager()
+    plugins.register(SimpleNamespace(pytest_report_header=str))
+    guard = Guard(plugins)
+    guard.look()
+    guard.watch(SimpleNamespace(swiglu=re.escape))
+    assert guard.put_back() == []
