@@ -162,10 +162,16 @@ def test_a_cheat_is_named_and_never_right(name: str, tmp_path: Path) -> None:
     assert " is right" not in ended.output and re.search(words, " ".join(ended.output.split())), ended.output
 
 
+class Reports:
+    """A plugin, whose object has no name."""
+
+    def pytest_report_header(self) -> str:
+        return ""
+
+
 def test_a_namespace_has_no_module_and_hides_no_plugin() -> None:
-    """Most of pytest's plugins have no name."""
     plugins = pytest.PytestPluginManager()
-    plugins.register(SimpleNamespace(pytest_report_header=str))
+    plugins.register(Reports())
     guard = Guard(plugins)
     guard.look()
     guard.watch(SimpleNamespace(swiglu=re.escape))
