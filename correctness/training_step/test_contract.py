@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from correctness.engine.histories import hold
 from correctness.training_step.models import moody_model
@@ -178,15 +179,30 @@ def test_large_gradients_are_not_clipped(implementation: Implementation, device:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_callers_autocast_changes_nothing(implementation: Implementation, precision: str, device: str) -> None:
-    """A loop may have it on around all its steps: it then casts in backward too, and keeps casts of older weights."""
+@pytest.mark.parametrize(
+    "of_all_steps",
+    [False, pytest.param(True, marks=pytest.mark.should("the caller's autocast around all steps changes nothing"))],
+    ids=["forward", "all_steps"],
+)
+def test_the_callers_autocast_changes_nothing(
+    implementation: Implementation, precision: str, of_all_steps: bool, device: str
+) -> None:
+    """It is on in each forward, or around all steps: it then casts in backward too, and keeps casts of old weights."""
     model, inputs, losses = MLPLanguageModel(SIZE).to(device), batch(device), []
     for around in (nullcontext(), torch.autocast(device, torch.bfloat16)):
         of = setting(implementation, device, precision, copy.deepcopy(model), lr=1.0)
-        with around:
-            losses.append([of.step(*inputs) for _ in range(3)])
+        with around if of_all_steps else nullcontext():
+            losses.append([_step(of.step, inputs, nullcontext() if of_all_steps else around) for _ in range(3)])
     close = 1e-5 if precision == "float32" else 1e-2  # a rounding of bfloat16; older weights show as a loss that stays
     for number, (alone, found) in enumerate(zip(*losses, strict=True), 1):
         assert found.item() == pytest.approx(alone.item(), rel=close), (
             f"the loss of step {number} under the caller's autocast is {found.item():.7g}, alone {alone.item():.7g}"
         )
+
+
+def _step(step: Any, inputs: Any, around_forward: AbstractContextManager[Any]) -> Tensor:
+    with around_forward:
+        loss: Tensor = step.forward(*inputs)
+    step.backward(loss)
+    step.update()
+    return loss.detach()

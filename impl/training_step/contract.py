@@ -27,8 +27,8 @@ class TrainingStep(Protocol):
 
     - The loss is the mean cross entropy of all targets but -100, of the whole batch at once: a float32 scalar, as
       accurate as that given the logits, whatever their dtype and torch's default. Products are in the precision's
-      compute dtype, backward's too, also where the caller's autocast is on. Gradients are those of the loss's own
-      random draws. A loss keeps its value, whatever is called after it.
+      compute dtype, backward's too, also where forward is called in another autocast of the caller's. Gradients are
+      those of the loss's own random draws. A loss keeps its value, whatever is called after it.
     - Gradients accumulate unscaled in `.grad`, also in those that are there when the step is made, until the caller
       sets them to None; sparse ones too, or they are an error. Several losses may wait for their backward. Each
       `update` is one step of the optimizer, hooks of steps included, on the current `.grad`, finite or not, with its
@@ -46,8 +46,8 @@ class TrainingStep(Protocol):
 
     Should: where all targets are ignored, the loss is NaN, as PyTorch's mean over nothing is, and gradients are zero;
     ValueError for a model, an optimizer and a precision that do not go together and, eager on CPU, for tokens and
-    targets that the vocabulary does not have; hooks of parameters run, as those of data-parallel wrappers; `mark` is
-    called as each part ends.
+    targets that the vocabulary does not have; hooks of parameters run, as those of data-parallel wrappers; the caller's
+    autocast around all steps changes nothing; `mark` is called as each part ends.
 
     Options of some: `loss(model, tokens, targets)` is a scalar to train on in place of that mean; the step then passes
     its tokens and targets on as they are.
