@@ -24,12 +24,12 @@ from shardmark.api import Implementation, Mesh, Unsupported
 
 MOST_STAGES = 8
 
-OUTPUTS = ("rows", "number", "rounded", "integers", "few bits", "mask", "constant", "given", "numbers of none", "root")
+OUTPUTS = ("rows", "number", "rounded", "integers", "few bits", "mask", "constant", "given", "numbers of none")
 """Tensors that a stage may give beside its values: a number of each row; one of all rows; one in a half; integers that
 float64 does not have; some of fewer bits, which float32 or a half does not have; a mask; floats that need no gradient;
-the first tensor that it was given; one without elements; and one that nobody uses, whose derivative is infinite."""
+the first tensor that it was given; and one without elements."""
 
-FEW_BITS = (torch.int32, torch.int16, torch.uint8, torch.int8)
+FEW_BITS = (torch.int32, torch.uint8, torch.int8)
 
 UNUSUAL = ("cut", "spare", "again", "sometimes")
 """Ways in which gradients of a stage may not come, or come twice: its values are detached from those that it was given;
@@ -91,8 +91,6 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
         beside = tuple(draw(st.lists(st.sampled_from(OUTPUTS), max_size=3)))
         transposed, folded = draw(one_in(3)), draw(one_in(4))
         place, used = draw(st.integers(0, len(beside))), draw(st.integers(0, 7))
-        if "root" in beside:  # so that it is not the first, which others pass on and use
-            place, used = 0, sum(bool(used >> i & 1) << i for i, what in enumerate(beside) if what != "root")
         return Boundary(2 * draw(st.integers(1, 4)), beside, place, transposed, folded, used)
 
     kinds = ["step"] * 4 + ["update", "update", "clear", "zero", "scale", "weights", "mode", "freeze", "freeze"]
@@ -171,10 +169,8 @@ def _beside(what: str, hidden: Tensor, first: Tensor, width: int) -> Tensor:
         case "integers":
             return 2**60 + torch.arange(len(hidden), device=hidden.device)
         case "few bits":
-            dtype = FEW_BITS[width // 2 - 1]
+            dtype = FEW_BITS[width // 2 % 3]
             return torch.iinfo(dtype).max - torch.arange(len(hidden), device=hidden.device, dtype=dtype)
-        case "root":
-            return (0 * hidden.square().sum()).sqrt()
         case "mask":
             return torch.arange(len(hidden), device=hidden.device) % 2 == 0
         case "constant":

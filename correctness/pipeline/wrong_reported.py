@@ -74,9 +74,7 @@ class TheFirstDecides(Planted):
 
         def as_the_first(action: Action, tensors: tuple[Tensor, ...]) -> None:
             own = used.setdefault(action.stage, [each.grad is not None for each in x])
-            leave(
-                action, tuple(t if has else torch.zeros_like(t) for t, has in zip(tensors, [*own, True], strict=False))
-            )
+            leave(action, tuple(t if has else torch.zeros_like(t) for t, has in zip(tensors, own, strict=True)))
 
         with patch.object(self.exchange, "leave", as_the_first):
             super()._backward(action)

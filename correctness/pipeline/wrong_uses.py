@@ -77,16 +77,6 @@ class SendsOtherDtypesAsFloats(Sending):
         return output if known else output.float().to(output.dtype)
 
 
-@defect(cause="gradients", caught_by="test_any_history_is_that_of_one_process")
-class TakesZerosForNone(Planted):
-    """Gradients of outputs that nobody used are zeros, which are NaN behind an infinite derivative."""
-
-    def _used(self, action: Action, outputs: Tensors) -> list[tuple[Tensor, Tensor | None]]:
-        if action.stage == self.stages - 1:
-            return super()._used(action, outputs)
-        return [*zip(outputs, self.exchange.arrived(action), strict=False)]
-
-
 @defect(cause="memory", caught_by="test_steps_are_those_of_one_process[FreesWhatItSent-pp2-passes_on")
 class FreesWhatItSent(Sending):
     """PaddlePaddle/Paddle#54625: memory of outputs is given back once they are sent, also where it is that of an input,

@@ -23,8 +23,7 @@ MOST_UNDER_WAY = 4
 class Exchange:
     """Sends are started and waited for at the end of a step; receipts are started and waited for where the tensors are
     used. A rank announces shapes and dtypes of a stage's outputs to the next one once for micro-batches of the same
-    shapes, unless `like` says them, from those shapes, for every stage but the first. Gradients of several outputs come
-    with a tensor that says which of them there are."""
+    shapes, unless `like` says them, from those shapes, for every stage but the first."""
 
     def __init__(
         self, group: dist.ProcessGroup, rank_of: dict[int, int], like: Callable[[Shapes], Like] | None = None
@@ -80,8 +79,8 @@ class Exchange:
                 found = f"{_described(like)} for micro-batch {action.micro_batch}"
                 raise ValueError(f"stage {action.stage} returned {found}, and {expected}")
         for tensor in tensors:
-            sent = _bytes(tensor.resolve_conj().contiguous())
-            self.under_way.append((dist.isend(sent, group=self.group, group_dst=to), sent))
+            tensor = tensor.contiguous()
+            self.under_way.append((dist.isend(tensor, group=self.group, group_dst=to), tensor))
 
     def receive(self, action: Action) -> None:
         if action.kind == Kind.RECEIVE_FORWARD:
@@ -95,9 +94,8 @@ class Exchange:
         else:
             source = self.rank_of[action.stage + 1]
             like = self.outputs_like[action.stage, action.micro_batch]
-            like = [*like, (torch.Size([len(like)]), torch.bool)] if len(like) > 1 else like
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like)
-        handles = [dist.irecv(_bytes(tensor), group=self.group, group_src=source) for tensor in tensors]
+        handles = [dist.irecv(tensor, group=self.group, group_src=source) for tensor in tensors]
         self.arriving[action] = tensors, handles
 
     def end(self) -> None:
@@ -114,8 +112,3 @@ class Exchange:
 
 def _described(like: Like) -> str:
     return ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in like)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Its memory, which backends send whatever the dtype: NCCL lacks int16."""
-    return tensor.view(-1).view(torch.uint8)

@@ -4,7 +4,6 @@ needs them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -112,21 +111,13 @@ class Runner:
     def _backward(self, action: Action) -> None:
         stage, key = action.stage, (action.stage, action.micro_batch)
         x, outputs = self.kept.pop(key)
-        trained = [(out, gradient) for out, gradient in self._used(action, outputs) if out.requires_grad]
+        gradients: Sequence[Tensor | None] = [None] if stage == self.stages - 1 else self.exchange.arrived(action)
+        trained = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
         with deferring(self.later.get(key)):
             if trained:
                 torch.autograd.backward([out for out, _ in trained], [gradient for _, gradient in trained])
         if stage > 0:
-            self.exchange.leave(action, _gradients(x))
-
-    def _used(self, action: Action, outputs: Tensors) -> list[tuple[Tensor, Tensor | None]]:
-        """The outputs that the next stage used, with their gradients. A gradient of zeros for the others would be NaN
-        behind an infinite derivative."""
-        if action.stage == self.stages - 1:
-            return [(outputs[0], None)]
-        gradients = self.exchange.arrived(action)
-        used = gradients[-1].tolist() if len(outputs) > 1 else [True]
-        return [*compress(zip(outputs, gradients, strict=False), used)]
+            self.exchange.leave(action, tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in x))
 
     def _weights(self, action: Action) -> None:
         self.later.pop((action.stage, action.micro_batch)).find()
@@ -136,11 +127,3 @@ class Runner:
     def _as_inputs(self, arrived: Tensors) -> Tensors:
         """Tensors of a graph of their own, whose gradients are to be sent back."""
         return tuple(each.detach().requires_grad_(each.is_floating_point() or each.is_complex()) for each in arrived)
-
-
-def _gradients(x: Tensors) -> Tensors:
-    """The gradients of a stage's inputs, zeros where there is none; of several, a tensor too that says which there
-    are."""
-    found = tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in x)
-    there = torch.tensor([each.grad is not None for each in x], device=x[0].device)
-    return (*found, there) if len(x) > 1 else found
