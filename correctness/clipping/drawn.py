@@ -114,7 +114,7 @@ LARGE = ((701, 401), (262_145,))
 
 
 def many(count: int, mesh: Mesh) -> Example:
-    """As many gradients, some large, of which none is so small beside the others that it would not be missed."""
+    """As many gradients, two of them large; to leave out any other changes the norm too."""
     chooses = random.Random(f"{count} {mesh}")
     shapes = [*LARGE, *[(6,)] * (count - len(LARGE))]
     chooses.shuffle(shapes)
@@ -126,7 +126,7 @@ def many(count: int, mesh: Mesh) -> Example:
 
 
 def complex_ones(norm_type: float, mesh: Mesh) -> Example:
-    """Complex gradients beside real ones, and no empty part, so that ranks that refuse them all do."""
+    """Complex gradients beside real ones, and no empty part, so that either all ranks refuse them or none does."""
     cut = [Shard(0) for _ in mesh.axes], [Replicate() for _ in mesh.axes]
     dtypes = torch.complex64, torch.complex64, torch.float32
     found = (Draw((8, 3), dtype, tuple(cut[seed % 2]), seed) for seed, dtype in enumerate(dtypes))

@@ -28,7 +28,7 @@ class LargeSumsInBfloat16(Plain):
         return super().all_reduce(tensor, group, async_op=async_op)
 
 
-@defect(cause="numerics", caught_by="test_results_are_those_done_by_hand")
+@defect(cause="numerics", caught_by="test_results_of_complex_numbers_are_right_or_an_error")
 class SumsInFloat64(Plain):
     """Sums in float64, which has no imaginary part, and rounds once."""
 

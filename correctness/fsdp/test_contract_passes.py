@@ -67,7 +67,10 @@ def test_backward_may_run_twice_after_one_forward(implementation: Implementation
     whole_backward(plain, 0, device)
     of = loss(model, *own_batch(0, device))
     of.backward(retain_graph=True)
-    of.backward()
+    try:
+        of.backward()
+    except RuntimeError:
+        return ""  # refused, and not wrong in silence
     model.finish_gradient_synchronization()
     what = "of two backward passes after one forward pass, the gradient of"
     return as_sum_of(what, averaged_gradients(model), [gradients_of(plain)] * 2)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
+from correctness.model.transformer_parts import Parts
 from correctness.support.planting import right
 from impl.model import Transformer, TransformerSize
 
@@ -93,3 +94,12 @@ class _Halves(nn.Module):
         cos, sin = (table.repeat(1, 2).to(x.dtype) for table in (angles.cos(), angles.sin()))
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.cat((even, odd), -1) * cos + torch.cat((-odd, even), -1) * sin
+
+
+@right("angles in float32, as most models have them, but for float64")
+class AnglesInFloat32(Parts):
+    def positions(self, context: int, x: Tensor) -> Tensor:
+        return super().positions(context, x).to(torch.promote_types(x.dtype, torch.float32))
+
+    def frequencies(self, x: Tensor) -> Tensor:
+        return super().frequencies(x).to(torch.promote_types(x.dtype, torch.float32))

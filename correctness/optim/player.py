@@ -57,7 +57,16 @@ class Training:
         self.held = [*self.optimizer.param_groups]
 
     def _copy(self) -> None:
-        """Go on with a deep copy, as of a model and its optimizer; the caller writes over the parameters it was of."""
+        """Go on with a deep copy, as of a model and its optimizer; the caller writes over the parameters it was of.
+        Where a copy's step is an error, go on without."""
+        tried = deepcopy(self.optimizer)
+        for group in tried.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        try:
+            tried.step()
+        except Exception:
+            return
         old = self.params
         self.optimizer, self.groups, self.dtypes = deepcopy((self.optimizer, self.groups, self.dtypes))
         for p in old:

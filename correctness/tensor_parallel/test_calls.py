@@ -50,10 +50,9 @@ def test_two_calls_before_their_backward_passes(
 
 
 @pytest.mark.meshes("tp=2")
-def test_words_that_no_token_has_may_be_anything(
+def test_logits_of_words_may_be_minus_infinity(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
 ) -> None:
-    """Embeddings that are NaN, and logits of minus infinity."""
     ranks = worlds(mesh.size).run(ruled_out_on_rank, implementation, mesh, device)
     assert_none(differences(ranks, ruled_out_in_one_process()))
 

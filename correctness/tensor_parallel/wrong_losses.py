@@ -66,7 +66,7 @@ class SubtractsNothing(BySteps):
         return logits.new_zeros(len(logits))
 
 
-@defect(cause="masks", caught_by="test_words_that_no_token_has_may_be_anything")
+@defect(cause="masks", caught_by="test_logits_of_words_may_be_minus_infinity")
 class MasksByProducts(BySteps):
     """NVIDIA-NeMo/Megatron-Bridge#3117: zero times the logit that stands for another rank's, of minus infinity, is no
     number."""

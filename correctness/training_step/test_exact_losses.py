@@ -70,8 +70,8 @@ def test_the_loss_has_float32s_accuracy_given_the_logits(
 def test_targets_are_counted_exactly(
     implementation: Implementation, precision: str, number: int, default: torch.dtype, device: str
 ) -> None:
-    """Above 256 bfloat16 holds no odd number, and above 2048 float16 none; nor does a mean of so many stay exact, and
-    means of chunks, of which one has fewer targets, have another mean."""
+    """Above 256 bfloat16 holds no odd number, and above 2048 float16 none; nor does a mean of so many stay exact. The
+    mean of chunks' means is another number where chunks have unequal numbers of targets."""
     model, step = made(implementation, precision, None, device)
     tokens, targets = (torch.randint(VOCAB, (1, 2 * number), device=device) for _ in range(2))
     targets[0, :number] = -100

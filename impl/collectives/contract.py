@@ -30,9 +30,9 @@ class Collectives(Protocol):
 
     Each method returns when its result is written; with `async_op` it returns a `Handle`, at once if possible. Every
     rank of the group starts the same collectives in the same order. "Rank i" is the i-th of the group. Tensors are of
-    integers, real or complex numbers, contiguous, of any shape and size, and may be views of larger ones, disjoint
-    views of one tensor, or empty. `output` and `input` have the same dtype, and with n ranks the first dimension of one
-    is n times as large as that of the other.
+    integers, real or complex numbers (these, or an error), contiguous, of any shape and size, and may be views of
+    larger ones, disjoint views of one tensor, or empty. `output` and `input` have the same dtype, and with n ranks the
+    first dimension of one is n times as large as that of the other.
 
     Must:
 

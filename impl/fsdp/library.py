@@ -157,7 +157,7 @@ class TorchFSDP1(PlainStateDict):
 
     @property
     def clip_grad_norm_(self) -> Callable[[float], Tensor]:
-        """FSDP1's own, which takes norms in float32; AttributeError for parameters in float64."""
+        """FSDP1's own, which takes norms in float32: it has none for parameters in float64 (AttributeError)."""
         if any(p.dtype == torch.float64 for p in self.parameters()):
             raise AttributeError("FSDP1 clips no gradients in float64")
         model: Any = self.module

@@ -33,7 +33,7 @@ class Optimizer(Protocol):
     - After `load_state_dict` training goes on as if it had not stopped, with the saved arguments and exactly the saved
       state, in a new optimizer or in one that has made other steps; torch's AdamW goes on from the state too. Ids in a
       state are those of its groups, in their order. A deep copy goes on as well, with its options, on parameters of
-      its own.
+      its own, or its step is an error.
     - A sparse gradient, or a complex parameter, is an error or treated as what it stands for.
 
     Should: a loaded state is a copy; ValueError for no parameters, for a negative lr, eps or weight_decay, for betas
@@ -46,9 +46,9 @@ class Optimizer(Protocol):
     better; after the step `grad_norm` holds it, as a tensor without dims. Where it is inf or NaN the step is skipped:
     parameters, moments and step counts do not change.
 
-    `master_weights`: for each bfloat16 or float16 parameter the optimizer keeps a float32 copy, "master_weight" in
-    its state, made from the parameter's value at its first step. Moments and update are in float32, and the parameter
-    is the rounded master weight. float32 and float64 parameters have none.
+    `master_weights`: for each bfloat16 or float16 parameter the optimizer keeps a float32 copy, "master_weight" in its
+    state, made from the parameter's value at its first step that is not skipped. Moments and update are in float32, and
+    the parameter is the rounded master weight. float32 and float64 parameters have none.
     """
 
     param_groups: list[dict[str, Any]]

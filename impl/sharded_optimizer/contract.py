@@ -36,7 +36,7 @@ class ShardedOptimizerContract(Protocol):
       into which the optimizer may write, as a count of steps. One that needs more (Adafactor, LBFGS, Muon) is right
       too, or refused with a ValueError; a gradient that is sparse is right, or an error. Hooks of the step run once.
     - A parameter without a gradient keeps its value and state; parameters may be frozen and unfrozen between steps.
-      They may be views of one memory, and be changed in place. A gradient may have infinities.
+      They may be views of one memory, and be changed in place. A gradient may be infinite or NaN.
     - Any option that a scheduler or the user changes in `param_groups` holds from the next step on, also
       where it is a tensor that is filled in place.
     - The ranks share the state: each of n holds about 1/n of its bytes, and at most one parameter's more, for any

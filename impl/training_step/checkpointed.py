@@ -15,7 +15,7 @@ from shardmark.api import Race, register
 
 class CheckpointedStep(EagerStep):
     """Contract and errors: `impl.training_step.TrainingStep`. The model has `blocks`, see `impl.checkpointing`; they
-    draw random numbers by torch's dropout modules alone, as `nn.MultiheadAttention` does not."""
+    draw random numbers by torch's dropout modules alone: `nn.MultiheadAttention`, which draws its own, is not taken."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
         super().__init__(full(model), optimizer, **options)

@@ -20,8 +20,8 @@ class TrainingStep(Protocol):
     `model` maps tokens (batch, context) to logits (batch, context, vocab), and its trainable parameters have the
     precision's dtype; `optimizer` updates those parameters. Tokens and targets are int64 (batch, context), of another
     shape and of other strides in each call if the caller likes, as `ids[:, 1:]` is. The model may be any: a position's
-    logits may depend on all of the batch, and it may draw random numbers, in `blocks`, which a step may recompute, by
-    torch's dropout modules.
+    logits may depend on all of the batch, and it may draw random numbers. Those of its `blocks`, which a step may
+    recompute, are drawn by torch's dropout modules.
 
     Must:
 
