@@ -158,17 +158,11 @@ def reads_the_loss_from_the_logits_memory(
 
 
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
+@of_terms
 def rounds_after_each_chunk(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> Tensor:
     """linkedin/Liger-Kernel#1391: the weight's gradient is rounded to half precision after each chunk of 16 tokens."""
-    options = ignore_index, label_smoothing, z_loss
     chunks = zip(hidden.split(16), targets.split(16), strict=True)
-    total = torch.stack([summed_loss(x, weight, y, *options) for x, y in chunks] or [hidden.sum()]).sum()
-    return total / (targets != ignore_index).sum().clamp(min=1)
+    total = torch.stack([summed_loss(x, weight, y, ignore, smoothing, z) for x, y in chunks] or [hidden.sum()]).sum()
+    return total / (targets != ignore).sum().clamp(min=1)
