@@ -113,16 +113,15 @@ def drawn(seed: int, mesh: Mesh, kind: str) -> Example:
 LARGE = ((701, 401), (262_145,))
 
 
-def many(count: int, mesh: Mesh) -> Example:
-    """As many gradients, two of them large; to leave out any other changes the norm too."""
+def many(count: int, mesh: Mesh, dtype: torch.dtype = torch.float64) -> Example:
+    """As many gradients, in float64 two of them large; to leave out any other changes the norm too."""
     chooses = random.Random(f"{count} {mesh}")
-    shapes = [*LARGE, *[(6,)] * (count - len(LARGE))]
+    large = LARGE if dtype == torch.float64 else ()
+    shapes = [*large, *[(6,)] * (count - len(large))]
     chooses.shuffle(shapes)
     every = [[_placement(chooses, len(shape)) for _ in mesh.axes] for shape in shapes]
     numbered = enumerate(zip(shapes, every, strict=True))
-    return Example(
-        tuple(Draw(shape, torch.float64, tuple(places), seed) for seed, (shape, places) in numbered), 1.0, 2.0
-    )
+    return Example(tuple(Draw(shape, dtype, tuple(places), seed) for seed, (shape, places) in numbered), 1.0, 2.0)
 
 
 def complex_ones(norm_type: float, mesh: Mesh) -> Example:

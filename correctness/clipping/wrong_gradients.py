@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from correctness.clipping.wrong import ByEach
@@ -31,6 +34,23 @@ class CountsWholeChunks(ByEach):
     def own(self, local: Tensor, norm_type: float) -> Tensor:
         whole = local.numel() // 65536 * 65536
         return super().own(local.reshape(-1)[:whole] if whole else local, norm_type)
+
+
+@defect(cause="numerics", caught_by="test_any_number_of_gradients_counts")
+class SumsPowersInBfloat16(ByEach):
+    """NVIDIA-NeMo/Automodel#3625: powers of bfloat16 gradients are added up in bfloat16, one after the other."""
+
+    def own(self, local: Tensor, norm_type: float) -> Tensor:
+        self.rounds = local.dtype == torch.bfloat16
+        return super().own(local, norm_type)
+
+    def together(self, powers: list[Tensor], norm_type: float) -> Tensor:
+        if not powers or not self.rounds or math.isinf(norm_type):
+            return super().together(powers, norm_type)
+        total = torch.zeros((), dtype=torch.bfloat16)
+        for power in powers:
+            total += power.bfloat16()
+        return total.double() ** (1 / norm_type)
 
 
 @defect(cause="numerics", caught_by="test_complex_gradients_count")
