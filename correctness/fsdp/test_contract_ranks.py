@@ -131,7 +131,7 @@ def test_clipping_is_by_the_norm_over_all_ranks(
 
 
 def not_finite_on_rank(implementation: Implementation, value: float, device: str) -> str:
-    """The last rank's loss is that many times its own."""
+    """Multiply the last rank's loss by `value`, which is infinite or NaN; the other ranks have their own losses."""
     model, plain = both(implementation, Odd, device, wrap=whole)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for each, (x, y) in enumerate(zip(*(of.chunk(ranks) for of in batch(0, ranks, device)), strict=True)):
@@ -140,14 +140,13 @@ def not_finite_on_rank(implementation: Implementation, value: float, device: str
         if each == rank:
             (times * loss(model, x, y)).backward()
     model.finish_gradient_synchronization()
-    clips = hasattr(model, "clip_grad_norm_")
     found, expected = averaged_gradients(model), gradients_of(plain)
     for name, right in expected.items():
         if not torch.equal(found[name].isfinite(), right.isfinite()):
             return (
                 f"where one rank's loss is {value}, the gradient of {name} is {found[name].flatten()[:3].tolist()} ..."
             )
-    norm = float(model.clip_grad_norm_(1.0)) if clips else value
+    norm = float(model.clip_grad_norm_(1.0)) if hasattr(model, "clip_grad_norm_") else value
     return "" if not math.isfinite(norm) else f"where one rank's loss is {value}, clip_grad_norm_() returns {norm}"
 
 

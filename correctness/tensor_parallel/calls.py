@@ -117,13 +117,13 @@ def _far_call(model: nn.Module, loss_of: Callable[..., Tensor], device: str, aut
     return Called({"the loss": loss.detach().cpu()}, _gradients(model))
 
 
-def _without_some_words(loss_of: Callable[..., Tensor], device: str) -> Called:
+def _without_some_words(model: nn.Module, loss_of: Callable[..., Tensor], device: str) -> Called:
     """A call of a batch without the words that `_ruled_out` has."""
     tokens, positions, targets = _batch("biases", 1, device)
     tokens, targets = (each + (each % RULED_OUT == 0) for each in (tokens, targets))
     loss = loss_of(tokens, positions, targets)
     loss.backward()
-    return Called({"the loss": loss.detach().cpu()}, {})
+    return Called({"the loss": loss.detach().cpu()}, _gradients(model))
 
 
 RULED_OUT = 12
@@ -140,15 +140,13 @@ def _ruled_out(device: str) -> Decoder:
 
 def ruled_out_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> Called:
     model = implementation.watched(_ruled_out(device), mesh.device_mesh(torch.device(device).type)["tp"])
-    found = _without_some_words(model, device)
-    return replace(found, gradients=_gradients(model))
+    return _without_some_words(model, model, device)
 
 
 @cache
 def ruled_out_in_one_process() -> Called:
     model = _ruled_out("cpu")
-    found = _without_some_words(lambda *batch: token_losses(model, batch), "cpu")
-    return replace(found, gradients=_gradients(model))
+    return _without_some_words(model, lambda *batch: token_losses(model, batch), "cpu")
 
 
 BFLOAT16 = {"autocast": torch.float32, "bfloat16": torch.bfloat16}
