@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from correctness.support.global_state import global_state_stays
 from correctness.training_step.stepping import SIZE, batch, setting, values
 from impl.model.mlp import MLPLanguageModel
 from impl.precision import PRECISIONS
 from shardmark.api import Implementation
+from shardmark.meter.memory import meter
 
 pytestmark = pytest.mark.family("training_step")
 
@@ -61,6 +63,39 @@ def test_hooks_of_parameters_see_their_gradients(implementation: Implementation,
     of.step.backward(of.step.forward(of.tokens, of.targets))
     for name, _ in of.model.named_parameters():
         assert ready.get(name), f"backward has no gradient for {name} when its hook runs, or does not run it"
+
+
+class Recomputing(nn.Module):
+    """Logits of large blocks over few tokens, so that casts of weights are most of what forward could leave. Each block
+    runs under PyTorch's checkpoint if it `recomputes`."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(SIZE.vocab, 256)
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
+        self.recomputes = recomputes
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return x[..., : SIZE.vocab]
+
+
+@pytest.mark.should("blocks that recompute under autocast leave no casts of their weights until backward ends")
+def test_blocks_that_recompute_need_no_more_memory(implementation: Implementation, device: str) -> None:
+    """Inside of any other autocast, PyTorch's cache keeps what blocks cast again in backward."""
+    peaks = []
+    for recomputes in (False, True):
+        of = setting(implementation, device, "bfloat16", Recomputing(recomputes))
+        for _ in range(2):  # the first step makes workspaces and the optimizer's state
+            of.optimizer.zero_grad()
+            with meter(device) as memory:
+                of.step(of.tokens, of.targets)
+        peaks.append(memory.peak)
+    assert peaks[1] <= 1.05 * peaks[0], (
+        f"a step whose blocks recompute has {peaks[1]:,} bytes at its peak, and one whose blocks do not {peaks[0]:,}"
+    )
 
 
 def test_the_random_state_is_the_callers(implementation: Implementation, device: str) -> None:

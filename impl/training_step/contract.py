@@ -47,7 +47,8 @@ class TrainingStep(Protocol):
     Should: where all targets are ignored, the loss is NaN, as PyTorch's mean over nothing is, and gradients are zero;
     ValueError for a model, an optimizer and a precision that do not go together and, eager on CPU, for tokens and
     targets that the vocabulary does not have; hooks of parameters run, as those of data-parallel wrappers; the caller's
-    autocast around all steps changes nothing; `mark` is called as each part ends.
+    autocast around all steps changes nothing; blocks that recompute under autocast leave no casts of their weights
+    until backward ends; `mark` is called as each part ends.
 
     Options of some: `loss(model, tokens, targets)` is a scalar to train on in place of that mean; the step then passes
     its tokens and targets on as they are.

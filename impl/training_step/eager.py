@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -28,6 +28,15 @@ def next_token_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor
         raise ValueError(
             f"targets go from 0 to {logits.shape[-1] - 1}, or are -100 to be ignored, got another"
         ) from None
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Backward's products have forward's dtypes, whatever the caller's autocast.
+
+    Where there is none, none is entered: inside of any autocast, even a disabled one, blocks that recompute their
+    forward under their own leave the weights that they cast in PyTorch's cache until the outermost ends.
+    """
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class EagerStep:
@@ -76,7 +85,7 @@ class EagerStep:
             if left := self._gradients():  # gradients from before the last update, which are unscaled
                 torch._foreach_mul_(left, self.scaler.get_scale())
             self._scaled = True
-        with torch.autocast(self.device, enabled=False):  # the caller's; backward's products have forward's dtypes
+        with _without_autocast(self.device):
             self.scaler.scale(loss).backward()
 
     def update(self) -> None:
