@@ -1,4 +1,4 @@
-"""Defects of clipping that show in which gradients there are: many, large ones, complex ones."""
+"""Defects of clipping that show in which gradients there are: many, large ones, complex ones, and how they are cut."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Placement
 
 from correctness.clipping.wrong import ByEach
 from correctness.support.planting import defect
@@ -77,3 +78,12 @@ class ScalesRealGradients(ByEach):
 
     def scale(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         super().scale([each for each in gradients if not each.is_complex()], norm, max_norm)
+
+
+@defect(cause="communication", caught_by="test_gradients_of_all_kinds_count_once")
+class AsksForShards(ByEach):
+    """pytorch/pytorch#167887: what FSDP2 cuts where tensor parallelism has cut before is no `Shard`, and counts by one
+    rank's part."""
+
+    def cuts(self, placement: Placement) -> bool:
+        return placement.is_shard()
