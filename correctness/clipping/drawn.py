@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -153,11 +154,19 @@ def _placement(chooses: random.Random, dims: int) -> Placement:
 def clip_drawn_on_rank(
     implementation: Implementation, mesh: Mesh, examples: Sequence[Example], device: str
 ) -> list[Clipped | None]:
-    """Norms are read after the last clip, as training logs them only now and then. None where complex gradients are an
-    error."""
-    on = mesh.device_mesh(torch.device(device).type)
-    clipped = [_clip(implementation, on, example) for example in examples]
+    """Norms are read after the last clip, as training logs them only now and then. On two axes every second example is
+    on another mesh. None where complex gradients are an error."""
+    kind = torch.device(device).type
+    meshes = [mesh.device_mesh(kind), *[_with_other_neighbours(mesh, kind)] * (len(mesh.axes) == 2)]
+    clipped = [_clip(implementation, meshes[i % len(meshes)], example) for i, example in enumerate(examples)]
     return [each and Clipped(each[0].item(), each[1]) for each in clipped]
+
+
+@cache
+def _with_other_neighbours(mesh: Mesh, kind: str) -> DeviceMesh:
+    """A mesh of the same two axes, along which other ranks lie."""
+    names, sizes = zip(*mesh.axes, strict=True)
+    return DeviceMesh(kind, torch.arange(mesh.size).view(sizes[::-1]).T, mesh_dim_names=names)
 
 
 def _clip(implementation: Implementation, on: DeviceMesh, example: Example) -> tuple[Tensor, list[Tensor]] | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
 from correctness.clipping.wrong import ByEach
 from correctness.support.planting import defect
@@ -87,3 +89,17 @@ class AsksForShards(ByEach):
 
     def cuts(self, placement: Placement) -> bool:
         return placement.is_shard()
+
+
+@defect(cause="communication", caught_by="test_gradients_of_all_kinds_count_once")
+class RemembersGroups(ByEach):
+    """Groups are remembered by an axis's name and size; along that of another mesh lie other ranks."""
+
+    known: ClassVar[dict[tuple[str, int], dist.ProcessGroup]] = {}
+
+    def groups(self, gradient: Tensor) -> list[dist.ProcessGroup]:
+        if not isinstance(gradient, DTensor):
+            return []
+        mesh, names = gradient.device_mesh, gradient.device_mesh.mesh_dim_names or ()
+        dims = [dim for dim, each in enumerate(gradient.placements) if self.cuts(each)]
+        return [self.known.setdefault((names[dim], mesh.size(dim)), mesh.get_group(dim)) for dim in dims]
