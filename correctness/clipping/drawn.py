@@ -6,11 +6,13 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from correctness.clipping.gradients import Clipped, differences
 from impl.distributed import full
@@ -92,7 +94,7 @@ def drawn(seed: int, mesh: Mesh, kind: str) -> Example:
     found = []
     for index in range(chooses.choice([1, 2, 3, 5, 12])):
         shape = tuple(chooses.choice([1, 2, 3, 4, 7, 8]) for _ in range(chooses.choice([0, 1, 1, 2, 2, 3])))
-        placements = tuple(_placement(chooses, len(shape)) for _ in mesh.axes)
+        placements = _placements(chooses, len(shape), mesh)
         found.append(
             Draw(
                 shape,
@@ -119,9 +121,9 @@ def many(count: int, mesh: Mesh, dtype: torch.dtype = torch.float64) -> Example:
     large = LARGE if dtype == torch.float64 else ()
     shapes = [*large, *[(6,)] * (count - len(large))]
     chooses.shuffle(shapes)
-    every = [[_placement(chooses, len(shape)) for _ in mesh.axes] for shape in shapes]
+    every = [_placements(chooses, len(shape), mesh) for shape in shapes]
     numbered = enumerate(zip(shapes, every, strict=True))
-    return Example(tuple(Draw(shape, dtype, tuple(places), seed) for seed, (shape, places) in numbered), 1.0, 2.0)
+    return Example(tuple(Draw(shape, dtype, places, seed) for seed, (shape, places) in numbered), 1.0, 2.0)
 
 
 def complex_ones(norm_type: float, mesh: Mesh) -> Example:
@@ -130,6 +132,16 @@ def complex_ones(norm_type: float, mesh: Mesh) -> Example:
     dtypes = torch.complex64, torch.complex64, torch.float32
     found = (Draw((8, 3), dtype, tuple(cut[seed % 2]), seed) for seed, dtype in enumerate(dtypes))
     return Example(tuple(found), 1.0, norm_type)
+
+
+def _placements(chooses: random.Random, dims: int, mesh: Mesh) -> tuple[Placement, ...]:
+    """One for each axis. A dimension that the last two cut may be cut by the last one first: FSDP2 cuts so what tensor
+    parallelism has cut."""
+    found = [_placement(chooses, dims) for _ in mesh.axes]
+    *_, axis, last = [None, *found]
+    if isinstance(last, Shard) and axis == last and not any(each.is_partial() for each in found):
+        found[-2] = chooses.choice([last, _StridedShard(last.dim, split_factor=mesh.axes[-1][1])])
+    return tuple(found)
 
 
 def _placement(chooses: random.Random, dims: int) -> Placement:
@@ -142,11 +154,19 @@ def _placement(chooses: random.Random, dims: int) -> Placement:
 def clip_drawn_on_rank(
     implementation: Implementation, mesh: Mesh, examples: Sequence[Example], device: str
 ) -> list[Clipped | None]:
-    """Norms are read after the last clip, as training logs them only now and then. None where complex gradients are an
-    error."""
-    on = mesh.device_mesh(torch.device(device).type)
-    clipped = [_clip(implementation, on, example) for example in examples]
+    """Norms are read after the last clip, as training logs them only now and then. On two axes every second example is
+    on another mesh. None where complex gradients are an error."""
+    kind = torch.device(device).type
+    meshes = [mesh.device_mesh(kind), *[_with_other_neighbours(mesh, kind)] * (len(mesh.axes) == 2)]
+    clipped = [_clip(implementation, meshes[i % len(meshes)], example) for i, example in enumerate(examples)]
     return [each and Clipped(each[0].item(), each[1]) for each in clipped]
+
+
+@cache
+def _with_other_neighbours(mesh: Mesh, kind: str) -> DeviceMesh:
+    """A mesh of the same two axes, along which other ranks lie."""
+    names, sizes = zip(*mesh.axes, strict=True)
+    return DeviceMesh(kind, torch.arange(mesh.size).view(sizes[::-1]).T, mesh_dim_names=names)
 
 
 def _clip(implementation: Implementation, on: DeviceMesh, example: Example) -> tuple[Tensor, list[Tensor]] | None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from correctness.support.planting import defect
 from impl.clipping import scale_, whole_gradients
@@ -53,7 +53,10 @@ class ByEach:
         if not isinstance(gradient, DTensor):
             return []
         mesh = gradient.device_mesh
-        return [mesh.get_group(dim) for dim, each in enumerate(gradient.placements) if each.is_shard()]
+        return [mesh.get_group(dim) for dim, each in enumerate(gradient.placements) if self.cuts(each)]
+
+    def cuts(self, placement: Placement) -> bool:
+        return not (placement.is_replicate() or placement.is_partial())
 
     def together(self, powers: list[Tensor], norm_type: float) -> Tensor:
         if not powers:
@@ -252,7 +255,7 @@ class FirstAndLastAxis(ByEach):
         if not isinstance(gradient, DTensor):
             return []
         mesh, ends = gradient.device_mesh, {0, gradient.device_mesh.ndim - 1}
-        return [mesh.get_group(dim) for dim, each in enumerate(gradient.placements) if each.is_shard() and dim in ends]
+        return [mesh.get_group(dim) for dim, each in enumerate(gradient.placements) if self.cuts(each) and dim in ends]
 
 
 @defect(cause="shapes", caught_by="test_gradients_of_all_kinds_count_once")

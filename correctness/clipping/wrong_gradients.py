@@ -1,11 +1,14 @@
-"""Defects of clipping that show in which gradients there are: many, large ones, complex ones."""
+"""Defects of clipping that show in which gradients there are: many, large ones, complex ones, and how they are cut."""
 
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
 
 from correctness.clipping.wrong import ByEach
 from correctness.support.planting import defect
@@ -77,3 +80,26 @@ class ScalesRealGradients(ByEach):
 
     def scale(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         super().scale([each for each in gradients if not each.is_complex()], norm, max_norm)
+
+
+@defect(cause="communication", caught_by="test_gradients_of_all_kinds_count_once")
+class AsksForShards(ByEach):
+    """pytorch/pytorch#167887: what FSDP2 cuts where tensor parallelism has cut before is no `Shard`, and counts by one
+    rank's part."""
+
+    def cuts(self, placement: Placement) -> bool:
+        return placement.is_shard()
+
+
+@defect(cause="communication", caught_by="test_gradients_of_all_kinds_count_once")
+class RemembersGroups(ByEach):
+    """Groups are remembered by an axis's name and size; along that of another mesh lie other ranks."""
+
+    known: ClassVar[dict[tuple[str, int], dist.ProcessGroup]] = {}
+
+    def groups(self, gradient: Tensor) -> list[dist.ProcessGroup]:
+        if not isinstance(gradient, DTensor):
+            return []
+        mesh, names = gradient.device_mesh, gradient.device_mesh.mesh_dim_names or ()
+        dims = [dim for dim, each in enumerate(gradient.placements) if self.cuts(each)]
+        return [self.known.setdefault((names[dim], mesh.size(dim)), mesh.get_group(dim)) for dim in dims]

@@ -1,4 +1,4 @@
-"""Contract for unusual parameters: unused, unused on some ranks, frozen, tied, very many."""
+"""Contract for unusual parameters: unused, unused on some ranks, frozen, tied, of two dtypes, very many."""
 
 from functools import partial
 
@@ -30,6 +30,7 @@ from correctness.fsdp.checks import (
     whole_backward,
     wrap,
 )
+from correctness.fsdp.two_dtypes import wrong_of_two_dtypes
 from correctness.support.default_dtype import OTHERS, default_dtype
 from correctness.support.whole_batch import DIM, TiedAndFrozen, batch, loss, own_batch
 from impl.fsdp import by_type, whole
@@ -188,6 +189,14 @@ def test_tied_parameters_stay_one(implementation: Implementation, kind: type[nn.
         if problem := parameters_as_expected(f"after step {step}, tied to another, the gathered", model, plain):
             return problem
     return ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64], ids=["bfloat16", "complex"])
+@on_every_rank
+def test_parameters_of_two_dtypes_keep_theirs_or_are_an_error(
+    implementation: Implementation, dtype: torch.dtype, device: str
+) -> str:
+    return wrong_of_two_dtypes(implementation, dtype, device)
 
 
 class Shift(nn.Module):

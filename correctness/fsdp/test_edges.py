@@ -8,12 +8,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from correctness.fsdp.checks import as_expected, assert_none, gradients_as_expected, gradients_of, make, parameters_of
+from correctness.fsdp.checks import (
+    as_expected,
+    assert_none,
+    gradients_as_expected,
+    gradients_of,
+    make,
+    on_every_rank,
+    parameters_of,
+)
+from correctness.fsdp.two_dtypes import wrong_of_two_dtypes
 from correctness.support.whole_batch import DIM
 from impl.fsdp import FullyShardedDataParallel, by_type, whole
 from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
 from impl.sharded_optimizer import ShardedOptimizer
-from shardmark.api import family
+from shardmark.api import Implementation, family
 from shardmark.meter.memory import meter
 from shardmark.ranks.world import World
 
@@ -238,3 +247,10 @@ def shared_gradient_on_rank(kind: str, device: str) -> str:
 @pytest.mark.parametrize("kind", ["fsdp", "sharded_optimizer"])
 def test_a_gradient_that_other_nodes_still_read_is_not_overwritten(world: World, kind: str, device: str) -> None:
     assert_none(world.run(shared_gradient_on_rank, kind, device))
+
+
+@pytest.mark.family("fsdp", only=("sharded", "simple"))
+@on_every_rank
+def test_complex_parameters_are_not_cast(implementation: Implementation, device: str) -> str:
+    """`compute_dtype` has no imaginary part."""
+    return wrong_of_two_dtypes(implementation, torch.complex64, device, torch.bfloat16)

@@ -2,10 +2,12 @@
 replicated parameters to show."""
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from correctness.fsdp.small_fsdp import SmallFSDP
 from correctness.support.planting import defect
@@ -191,3 +193,35 @@ class GathersInTheDefaultDtype(SmallFSDP):
         if dtype is not None or shard.dtype != torch.float32:
             return super().gather(shard, shape, dtype)
         return super().gather(shard, shape, torch.get_default_dtype()).float()
+
+
+@defect(cause="numerics", caught_by="test_parameters_of_two_dtypes_keep_theirs_or_are_an_error")
+class GathersInTheFirstDtype(SmallFSDP):
+    """Parameters are gathered in one buffer, of the dtype that the first of them has."""
+
+    def gather(self, shard: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+        first = next(p.dtype for p in self.module.parameters() if p.is_floating_point())
+        buffer = first if dtype is None and shard.is_floating_point() else dtype
+        return super().gather(shard, shape, buffer).to(dtype or shard.dtype)
+
+
+@defect(cause="gradients", caught_by="test_parameters_of_two_dtypes_keep_theirs_or_are_an_error")
+class MakesViewsByTheirStrides(SmallFSDP):
+    """Backward makes the views that forward has saved anew, by sizes and strides: a conjugate is not one of these."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.gathered: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        with saved_tensors_hooks(self.pack, self.unpack):
+            return super().forward(*args, **kwargs)
+
+    def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
+        full = super().gather_to_compute(shard)
+        self.gathered[full.untyped_storage()._cdata] = full
+        return full
+
+    def pack(self, x: Tensor) -> Any:
+        full = self.gathered.get(x.untyped_storage()._cdata)
+        return x if full is None or x.dtype != full.dtype else (full, x.size(), x.stride(), x.storage_offset())
+
+    def unpack(self, saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else saved[0].detach().as_strided(*saved[1:])

@@ -24,10 +24,12 @@ from shardmark.api import Implementation, Mesh, Unsupported
 
 MOST_STAGES = 8
 
-OUTPUTS = ("rows", "number", "rounded", "integers", "few bits", "mask", "constant", "given", "numbers of none")
-"""Tensors that a stage may give beside its values: a number of each row; one of all rows; one in a half; integers that
-float64 does not have; some of fewer bits, which float32 or a half does not have; a mask; floats that need no gradient;
-the first tensor that it was given; and one without elements."""
+OUTPUTS = ("rows", "number", "expanded", "rounded", "integers", "few bits", "mask", "constant", "at times", "given")
+OUTPUTS += ("numbers of none",)
+"""Tensors that a stage may give beside its values: a number of each row; one of all rows, and the same for each row in
+one place; one in a half; integers that float64 does not have; some of fewer bits, which float32 or a half does not
+have; a mask; floats that need no gradient, and some that need one in some micro-batches alone; the first tensor that it
+was given; and one without elements."""
 
 FEW_BITS = (torch.int32, torch.uint8, torch.int8)
 
@@ -164,6 +166,8 @@ def _beside(what: str, hidden: Tensor, first: Tensor, width: int) -> Tensor:
             return hidden.square().mean((1, 2))
         case "number":
             return hidden.square().mean()
+        case "expanded":
+            return hidden.square().mean().expand(len(hidden))
         case "rounded":
             return hidden.square().mean((1, 2)).to(torch.bfloat16 if width % 4 else torch.float16)
         case "integers":
@@ -175,6 +179,9 @@ def _beside(what: str, hidden: Tensor, first: Tensor, width: int) -> Tensor:
             return torch.arange(len(hidden), device=hidden.device) % 2 == 0
         case "constant":
             return torch.linspace(0, 1, len(hidden), device=hidden.device, dtype=hidden.dtype)
+        case "at times":
+            rows = hidden.square().mean((1, 2))
+            return rows if hidden.detach().sum() > 0 else rows.detach()
         case "given":  # in a half the order of its gradients' sum would show
             return first.double() if first.dtype in (torch.bfloat16, torch.float16) else first
     return hidden[:, :, :0].flatten(1)

@@ -130,3 +130,33 @@ class SendsGradientsInTheNarrowestDtype(Planted):
 
         with patch.object(self.exchange, "leave", in_the_narrowest):
             super()._backward(action)
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_that_of_one_process")
+class TheFirstNeedsThem(Planted):
+    """pytorch/pytorch#182182: tensors that need no gradient in a step's first micro-batch get none in any."""
+
+    def step(self, inputs: Sequence[Tensors], targets: Sequence[Any]) -> Tensor:
+        self.needed: dict[int, list[bool]] = {}
+        return super().step(inputs, targets)
+
+    def _backward(self, action: Action) -> None:
+        x, outputs = self.kept[action.stage, action.micro_batch]
+        needed = self.needed.setdefault(action.stage, [out.requires_grad for out in outputs])
+        kept = tuple(out if need else out.detach() for out, need in zip(outputs, needed, strict=True))
+        self.kept[action.stage, action.micro_batch] = x, kept
+        super()._backward(action)
+
+
+@defect(cause="shapes", caught_by="test_any_history_is_that_of_one_process")
+class ReceivesWithTheSameStrides(Planted):
+    """Tensors are received in memory of the strides that they were sent with, one element for all where these are 0."""
+
+    def _forward(self, action: Action) -> None:
+        leave = self.exchange.leave
+
+        def as_it_lay(action: Action, tensors: tuple[Tensor, ...]) -> None:
+            leave(action, tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in tensors))
+
+        with patch.object(self.exchange, "leave", as_it_lay):
+            super()._forward(action)

@@ -109,8 +109,12 @@ def _far(kind: str, device: str = "cpu") -> Batch:
 
 
 def _far_call(model: nn.Module, loss_of: Callable[..., Tensor], device: str, autocast: bool = False) -> Called:
-    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
-        loss = loss_of(*_far("biases", device))
+    """The second of two calls, between which weights change."""
+    for halved in (True, False):
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+            loss = loss_of(*_far("biases", device))
+        for parameter in model.parameters() if halved else ():
+            local(parameter.detach()).mul_(-0.5)
     if autocast:
         assert loss.dtype == torch.float32, f"the loss is {loss.dtype}: half precision is too coarse for a sum"
     loss.backward()

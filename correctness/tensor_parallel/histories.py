@@ -29,7 +29,7 @@ class Event(beside.Event):
         "losses": "a call with targets, which waits for its backward pass",
         "logits": "a call without targets, which waits for its backward pass",
         "recompute": "a call with targets that backward runs again (checkpoint), and which waits for it",
-        "evaluate": "a call without autograd",
+        "evaluate": "a call without autograd, in inference mode if the number is 2 modulo 3",
         "backward": "the backward pass of a waiting call, which goes on waiting if the number is 1 modulo 4",
         "drop": "a waiting call is freed",
         "step": "each parameter takes a step of its gradient",
@@ -196,7 +196,7 @@ class Player(beside.ParametersChange):
         self.waiting.append(self.called(value, with_targets=True, recomputed=True))
 
     def evaluate(self, value: int) -> None:
-        with torch.no_grad():
+        with torch.inference_mode() if value % 3 == 2 else torch.no_grad():
             found = self.called(value, with_targets=bool(value % 2)).found
         if found.requires_grad:
             self.wrong = self.wrong or "what was computed without autograd requires a gradient"

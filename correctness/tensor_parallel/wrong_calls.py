@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -146,3 +147,18 @@ class DrawsForItsOwnTokens(Planted):
         if self.training and self.layers[0].dropout.p and group.rank() < tokens.numel() % group.size():  # type: ignore[union-attr, operator]
             torch.rand((), device=tokens.device)
         return out
+
+
+class _KeepsCasts(Plain):
+    def column(self, x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        if torch.is_autocast_enabled(x.device.type):
+            kept, dtype = self.__dict__.setdefault("kept", {}), torch.get_autocast_dtype(x.device.type)
+            weights = [kept.setdefault(weight.data_ptr(), weight.to(dtype)) for weight in weights]
+        return super().column(x, weights)
+
+
+@defect(cause="state", caught_by="test_bfloat16_is_as_near_as_in_one_process[KeepsCasts-tp2-autocast")
+class KeepsCasts(Planted):
+    """NVIDIA-NeMo/Automodel#3606: a weight's cast is kept by where the weight lies, whose updates it does not see."""
+
+    products_of = _KeepsCasts

@@ -16,9 +16,10 @@ class Clip(Protocol):
     """`clip(parameters, max_norm, norm_type=2.0) -> norm`, in place, as `torch.nn.utils.clip_grad_norm_`; a class
     of which one is made without arguments will do. All ranks call.
 
-    Gradients are DTensors, of any placements and on any meshes of the ranks, or tensors that every rank has whole, as
-    many and as large as they may be. Complex ones count with their absolute values, or are an error.
-    Parameters whose `.grad` is None, on all ranks that have a part of them, are left out.
+    Gradients are DTensors, of any placements (`_StridedShard` too, as FSDP2 gives them where tensor parallelism has cut
+    before) and on any meshes of the ranks, or tensors that every rank has whole, as many and as large as they may be.
+    Complex ones count with their absolute values, or are an error. Parameters whose `.grad` is None, on all ranks
+    that have a part of them, are left out.
 
     Must:
 

@@ -77,7 +77,8 @@ class Flat:
         self.shapes = [p.shape for p in parameters]
         self._offsets = [0, *accumulate(p.numel() for p in parameters)]
         self._shard_size = -(-self._offsets[-1] // self._ranks)
-        self._reduce_dtype = sharding.reduce_dtype or sharding.compute_dtype or first.dtype
+        chosen = sharding.reduce_dtype or sharding.compute_dtype
+        self._reduce_dtype = chosen if chosen and floating else first.dtype  # a real dtype has no imaginary part
         self._gathering: Handle | None = None
         self._gradients: dict[int, Tensor] = {}  # full gradients by the parameter's index, as backward produces them
         self._gradient: Tensor | None = None  # all gradients end to end, while they are reduced
@@ -163,7 +164,7 @@ class Flat:
         only = self._gradients.get(0)
         alone = only is not None and only.numel() == self._flat.numel() and only.is_contiguous()
         if only is not None and alone and has_own_memory(only):
-            return self._gradients.pop(0).to(self._reduce_dtype).flatten()
+            return self._gradients.pop(0).to(self._reduce_dtype).resolve_conj().flatten()
         flat = torch.empty_like(self._flat, dtype=self._reduce_dtype)
         flat[self._offsets[-1] :] = 0  # padding
         for i, view in enumerate(self._views(flat)):

@@ -174,10 +174,13 @@ class _Reading:
             self._gathered[reference.cdata] = reference, parameter
         return full
 
+    def _as(self, dtype: torch.dtype | None, parameter: DTensor) -> torch.dtype:
+        """The dtype of the policy: not for packed bits, which are integers, nor for what has an imaginary part."""
+        return (dtype if parameter.is_floating_point() else None) or parameter.dtype
+
     def _gather(self, parameter: DTensor) -> Tensor:
-        cast_to = self.policy.param_dtype if parameter.is_floating_point() else None  # packed bits are integers
-        gathered_in = cast_to or parameter.dtype
-        reduced_in = self.policy.reduce_dtype or parameter.dtype
+        gathered_in = self._as(self.policy.param_dtype, parameter)
+        reduced_in = self._as(self.policy.reduce_dtype, parameter)
         shards = parameter
         if self._shards is not None:  # without this, DTensor's backward begins with an all-reduce of the full gradient
             unmoved = parameter.redistribute(placements=parameter.placements, backward_dtype=reduced_in)
@@ -200,8 +203,8 @@ class _Reading:
     def _pack(self, tensor: Tensor) -> Tensor | _Gathered:
         assert self._gathered is not None
         _, parameter = self._gathered.get(tensor.untyped_storage()._cdata, (None, None))
-        if parameter is None:
-            return tensor
+        if parameter is None or tensor.dtype != self._as(self.policy.param_dtype, parameter) or tensor.is_conj():
+            return tensor  # a view that strides do not make, such as a real part
         view = tensor.size(), tensor.stride(), tensor.storage_offset()
         return _Gathered(parameter, parameter._version, view)
 

@@ -43,8 +43,9 @@ class Pipeline(Protocol):
       every rank, and later steps leave it as it is.
     - Leave frozen parameters, of integers too and also those frozen or thawed between steps, without a gradient, inputs
       and targets as they are, and buffers as one process does.
-    - Take what a stage may return: tensors of any shapes, dtypes and strides, of which some need no gradient, some are
-      those that it was given, and the next one may use only some. The loss is given what the last one returned.
+    - Take what a stage may return: tensors of any shapes, dtypes and strides, of which some need no gradient, in all or
+      in some micro-batches, some are those that it was given, and the next one may use only some. The loss is given
+      what the last one returned.
     - Raise an error of a stage on its rank, and leave nothing of a step but gradients, and messages' buffers.
 
     Stages that change their input in place are not asked.

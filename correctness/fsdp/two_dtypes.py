@@ -1,0 +1,57 @@
+"""Parameters of two dtypes in one unit, which keep theirs, or are an error."""
+
+import torch
+from torch import Tensor, nn
+
+from correctness.fsdp.checks import (
+    as_expected,
+    averaged_gradients,
+    full,
+    gradients_of,
+    parameters_as_expected,
+    parameters_of,
+    wrap,
+)
+from correctness.support.whole_batch import DIM
+from impl.fsdp import whole
+from shardmark.api import Implementation
+
+
+class OfTwoDtypes(nn.Module):
+    """A layer of float32, and a scale of another dtype; of complex numbers backward reads views."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.randn(DIM, dtype=dtype)), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, DIM), real."""
+        hidden = self.layer(x)
+        out: Tensor = hidden * self.scale.conj()
+        return out.imag + hidden * self.scale.real if out.is_complex() else out
+
+
+def wrong_of_two_dtypes(
+    implementation: Implementation, dtype: torch.dtype, device: str, compute: torch.dtype | None = None
+) -> str:
+    """A line if a parameter, or its gradient, is rounded to another's dtype. Each rank has the same rows, so that
+    averages are the gradients of one process."""
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        modules.append(OfTwoDtypes(dtype).to(device))
+    plain, x = modules[0], torch.rand(3, DIM, device=device)
+    try:
+        model = wrap(implementation, modules[1], wrap=whole, compute_dtype=compute)
+        model(x).sum().backward()
+        model.finish_gradient_synchronization()
+    except Exception:
+        return ""  # refused, and not wrong in silence
+    if problem := parameters_as_expected("beside others of another dtype, the gathered", model, plain, 0):
+        return problem
+    found, kept = ({name: x.dtype for name, x in each.items()} for each in (full(model), parameters_of(plain)))
+    if found != kept:
+        return f"the gathered parameters are of {found}, expected {kept}"
+    plain(x).sum().backward()
+    close = 4 * torch.finfo(torch.bfloat16).eps
+    return as_expected("the gradient of", averaged_gradients(model), gradients_of(plain), close)
