@@ -34,6 +34,7 @@ from correctness.fsdp.checks import (
 from correctness.fsdp.of_pytorch import FSDP1 as OF_FSDP1
 from correctness.fsdp.of_pytorch import expect_failures
 from correctness.support.whole_batch import DIM, UsedTwice, batch, loss, own_batch
+from impl.fsdp import whole
 from shardmark.api import Implementation, NotAsked
 from shardmark.ranks.world import World
 
@@ -126,6 +127,38 @@ def test_two_forwards_may_precede_their_backwards(implementation: Implementation
             return problem
         plain.load_state_dict(full(model))  # the check of the gradients took a step
     return ""
+
+
+class AtTimes(nn.Module):
+    """Two parameters of one unit, of which a call may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.rand(4)) for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        """(4) -> (4)."""
+        return x * self.first + x * self.second if both else x * self.first
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@on_every_rank
+def test_in_low_precision_one_of_two_passes_may_use_a_parameter(
+    implementation: Implementation, last: bool, device: str
+) -> str:
+    """The sum of two passes may have another dtype than a gradient of one."""
+    model = wrap(
+        implementation, AtTimes().to(device), wrap=whole, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    losses = [model(torch.ones(4, device=device), used).float().sum() for used in (not last, last)]
+    if contains(model, FSDP1):  # it takes one backward for all forwards before it
+        losses = [losses[0] + losses[1]]
+    for each in losses:
+        each.backward()
+    model.finish_gradient_synchronization()
+    expected = {"first": torch.full((4,), 2.0), "second": torch.ones(4)}
+    what = "of two passes, one of which uses both parameters, the gradient of"
+    return as_expected(what, averaged_gradients(model), expected, torch.finfo(torch.bfloat16).eps)
 
 
 class Square(nn.Sequential):

@@ -225,3 +225,28 @@ class MakesViewsByTheirStrides(SmallFSDP):
 
     def unpack(self, saved: Any) -> Tensor:
         return saved if isinstance(saved, Tensor) else saved[0].detach().as_strided(*saved[1:])
+
+
+@defect(cause="gradients", caught_by="test_in_low_precision_one_of_two_passes_may_use_a_parameter")
+class AccumulatesInTheReduceDtype(FullyShardedDataParallel):
+    """pytorch/pytorch#160279: gradients of several passes add up in `reduce_dtype`, one of a single pass keeps the
+    compute dtype, and both are to be reduced in one message."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        for unit in self.units:
+            for flat in unit.flats:
+                flat._gradients = _Upcast(flat._reduce_dtype)
+
+
+class _Upcast(dict[int, Tensor]):
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __setitem__(self, index: int, gradient: Tensor) -> None:
+        super().__setitem__(index, gradient.to(self.dtype) if index in self else gradient)
+
+    def pop(self, index: int) -> Tensor:  # type: ignore[override]
+        if len(dtypes := {gradient.dtype for gradient in self.values()}) > 1:
+            raise AssertionError(f"gradients of {dtypes} are not reduced together")
+        return super().pop(index)

@@ -122,23 +122,24 @@ def _far_call(model: nn.Module, loss_of: Callable[..., Tensor], device: str, aut
 
 
 def _without_some_words(model: nn.Module, loss_of: Callable[..., Tensor], device: str) -> Called:
-    """A call of a batch without the words that `_ruled_out` has."""
+    """A call of a batch without the words that `_ruled_out` has as targets."""
     tokens, positions, targets = _batch("biases", 1, device)
-    tokens, targets = (each + (each % RULED_OUT == 0) for each in (tokens, targets))
+    targets = targets.where(targets < 0, HALF + targets % HALF)  # those below 0 are ignored
+    targets = targets + (targets % RULED_OUT == 0)
     loss = loss_of(tokens, positions, targets)
     loss.backward()
     return Called({"the loss": loss.detach().cpu()}, _gradients(model))
 
 
-RULED_OUT = 12
-"""Every 12th word, from 0: each rank's first word is one."""
+HALF, RULED_OUT = DecoderSize.vocabulary // 2, 12
+"""The words of one rank, and how many words of the other's lie between two that are ruled out: its first is one."""
 
 
 def _ruled_out(device: str) -> Decoder:
-    """A model some of whose words must not come: their bias is minus infinity."""
+    """A model some of whose words must not come, all of one rank's among them: their bias is minus infinity."""
     model = model_of("biases", device)
     with torch.no_grad():
-        model.output.bias[::RULED_OUT] = -torch.inf
+        model.output.bias[:HALF] = model.output.bias[HALF::RULED_OUT] = -torch.inf
     return model
 
 

@@ -75,6 +75,21 @@ class MasksByProducts(BySteps):
         return logits * own
 
 
+@defect(cause="masks", caught_by="test_logits_of_words_may_be_minus_infinity")
+class CombinesLogSums(BySteps):
+    """Dao-AILab/flash-attention#1930: the log-sum-exp of each rank's part subtracts that part's largest logit, which is
+    minus infinity where all of the part are."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        own_largest = logits.detach().amax(1)
+        own_sums = own_largest + (logits - own_largest[:, None]).exp().sum(1).log()
+        largest = self.largest(own_sums[:, None])
+        columns, own = own_rows(targets, logits.shape[1], self.first)
+        picked = self.masked(logits.gather(1, columns[:, None]).squeeze(1), own)
+        sums = largest + self.summed((own_sums - largest).exp()).log()
+        return self.total(sums - self.summed(picked), targets != IGNORED)
+
+
 @defect(cause="masks", caught_by="test_steps_are_those_of_one_process[CountsIgnoredTargets-tp2-even")
 class CountsIgnoredTargets(BySteps):
     """deepspeedai/DeepSpeed#6882: a loss by parts of the vocabulary takes targets that are to be ignored as any."""
