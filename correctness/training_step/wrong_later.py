@@ -41,3 +41,14 @@ class LeavesSparseGradientsScaled(_FindsOverflows):
 
     def _gradients(self) -> list[Tensor]:
         return [gradient for gradient in super()._gradients() if not gradient.is_sparse]
+
+
+@defect(cause="numerics", caught_by="test_a_gradient_that_is_not_finite_is_stepped_on")
+class SkipsWhatIsNotFiniteInHalf(EagerStep):
+    """deepspeedai/DeepSpeed#8035: a step whose bfloat16 gradients are not finite is skipped, as in float16, where no
+    scale falls: nothing tells of it, and training stands still."""
+
+    def update(self) -> None:
+        half = [grad for grad in self._gradients() if grad.dtype == torch.bfloat16]
+        if all(bool(grad.isfinite().all()) for grad in half):
+            super().update()
