@@ -207,3 +207,16 @@ class _TwiceDifferentiable(Flash):
 def queries_alone_have_another_backward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """pytorch/pytorch#76185: a Function for queries alone (of frozen keys) lacks `once_differentiable`."""
     return (Flash if k.requires_grad or v.requires_grad else _TwiceDifferentiable).apply(q, k, v, is_causal)
+
+
+@defect(cause="gradients", caught_by="test_leaves_results_of_other_operations_as_they_are")
+class GradientsInPlaceOfActivations(Flash):
+    """As linkedin/Liger-Kernel#1251 has it of a loss: the gradient of q is written into q, where that is no leaf, and
+    the operation that made q may have saved it."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, (of_q, *others) = ctx.saved_tensors[0], Flash.backward(ctx, grad)
+        free = not q.is_leaf and q.is_contiguous()
+        return (q.data.copy_(of_q) if free else of_q), *others

@@ -69,7 +69,7 @@ def results(policy: Any, history: History, device: str) -> list[Result]:
 
 
 def _hooked(model: Model, history: History, before: bool) -> list[Any]:
-    if history.odd and "ignores" in history.odd[0]:
+    if history.ignores:
         return []  # they would get zeros that stand for no gradient, and change these
     handles: list[Any] = []
     for kind, early, index in history.hooks:
@@ -106,7 +106,7 @@ def _bent(gradient: Tensor | None) -> Tensor | None:
 def _changed(model: Model, first: nn.Module, history: History, each: Pass) -> tuple[Model, nn.Module]:
     """Change the model as the pass says, then set the mode of each submodule; return the model that goes on and its
     first block."""
-    if each.change == "freeze the first block":
+    if each.change == "freeze the first block" and not history.ignores:
         first.requires_grad_(False)
     elif each.change == "thaw all":
         model.requires_grad_(True)
@@ -196,6 +196,7 @@ def _placed(x: Tensor, place: str) -> Any:
         "in an object in a list": [SimpleNamespace(**named), None],
         "after None": _After((None, x)),
         "the input": x,
+        "as complex numbers": torch.complex(x.float(), x.float() + 1),
     }[place]
 
 

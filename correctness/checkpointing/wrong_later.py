@@ -149,3 +149,18 @@ def takes_tensors_one_level_deep(model: nn.Module) -> nn.Module:
         return recomputed(forward)(*args, **kwargs)
 
     return wrapped(model, lambda forward, block: partial(nested, forward))
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
+def takes_complex_tensors_for_constants(model: nn.Module) -> nn.Module:
+    """As where an autograd.Function keeps graphs of what `is_floating_point()` alone: a block's complex rotations, if
+    they are learned, get no gradient."""
+
+    def cut(x: Tensor) -> Tensor:
+        return x.detach() if x.is_complex() else x
+
+    def real(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, cut, (args, kwargs))
+        return recomputed(forward)(*args, **kwargs)
+
+    return wrapped(model, lambda forward, block: partial(real, forward))

@@ -122,7 +122,7 @@ class FirstGradientsAgain(Textbook):
     gate = _KeepsItsGradients
 
 
-@defect(cause="numerics", caught_by="test_any_history_of_calls")
+@defect(cause="numerics", caught_by="test_another_default_dtype_changes_nothing")
 class EpsOfTheDefaultDtype(Textbook):
     """eps becomes a tensor of torch's default dtype, which a job may have set to bfloat16."""
 

@@ -96,3 +96,25 @@ def later_chunks_lose_a_nan(hidden: Tensor, weight: Tensor, targets: Tensor, **o
     """A maximum that ignores NaN, as of a kernel, joins the chunks after the first."""
     loss = eager_loss(hidden, weight, targets, **options)
     return loss.nan_to_num() if hidden[512:].isnan().any() else loss
+
+
+class _OverActivations(Fused):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *terms: Any) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return Fused.forward(ctx, hidden, *terms)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (hidden,), (of_hidden, *others) = ctx.saved_tensors, Fused.backward(ctx, grad)
+        free = not hidden.is_leaf and hidden.is_contiguous()
+        return (hidden.data.copy_(of_hidden) if free else of_hidden), *others
+
+
+@defect(cause="gradients", caught_by="test_leaves_its_inputs_as_they_are")
+@of_terms
+def gradient_in_place_of_activations(*terms: Any) -> Tensor:
+    """linkedin/Liger-Kernel#1251: a gradient is written into its input, where that is no leaf, and the operation that
+    made it may have saved it."""
+    return _OverActivations.apply(*terms)

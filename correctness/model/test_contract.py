@@ -45,14 +45,17 @@ def test_logits_are_the_plain_models(implementation: Implementation, size: Trans
 
 
 @float64
-def test_small_activations(implementation: Implementation, device: str) -> None:
-    """Activations whose mean square is below the norm's epsilon (1e-5), which goes under the root."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_small_activations(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
+    """Activations whose mean square is below the norm's epsilon (1e-5), which goes under the root. Another one makes
+    about half of the logits, and roundings a hundredth."""
     model, plain = models(implementation, device)
     with torch.no_grad():
         for each in (model, plain):
             each.get_parameter("embedding.weight").mul_(1e-3)
-    tokens = draw(device)
-    assert_logits(model(tokens), plain(tokens), where=", of small activations,")
+            each.to(dtype)
+    tokens, tolerance = draw(device), 1e-5 if dtype == torch.float64 else ROUNDED
+    assert_logits(model(tokens), plain.double()(tokens), tolerance, f", of small activations in {dtype},")
 
 
 @float64

@@ -78,6 +78,15 @@ class SmallerEpsilon(Parts):
 
 
 @defect(cause="numerics", caught_by="test_small_activations")
+class EpsilonOfHalfPrecision(Parts):
+    """That of `torch.nn.RMSNorm` without one, which is the dtype's own, where activations are in half precision."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        eps = torch.finfo(x.dtype).eps if x.itemsize == 2 else self.eps
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+@defect(cause="numerics", caught_by="test_small_activations")
 class EpsilonOutside(Parts):
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps) * weight

@@ -15,6 +15,7 @@ LOADS = {
     "used": "state loaded into a new optimizer that has made another step",
     "back": "an earlier state loaded into the optimizer that saved it",
     "copied": "a deep copy of optimizer and parameters in their place",
+    "pickled": "optimizer and parameters pickled, and what is unpickled in their place",
 }
 Sizes = tuple[float | None, ...]
 LAYOUTS = ("contiguous", "transposed", "apart", "channels_last")

@@ -1,5 +1,7 @@
 """Plays the events of a history on an AdamW and on a float64 reference, and compares the two."""
 
+import pickle
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +13,8 @@ from correctness.optim.events import Event, History, Sizes
 from correctness.optim.training import assert_near
 from impl.optim import AdamW
 from impl.optim.base import HALF, MASTER
+
+COPIES: dict[str, Callable[[Any], Any]] = {"copied": deepcopy, "pickled": lambda x: pickle.loads(pickle.dumps(x))}
 
 
 class Training:
@@ -53,22 +57,22 @@ class Training:
 
     def load(self, how: str, others: Sizes, steps: int | None) -> None:
         """Load a state; parameters stay, also those that a "used" optimizer has stepped. PyTorch makes new groups."""
-        self._copy() if how == "copied" else self._load(how, others, steps)
+        self._copy(COPIES[how]) if how in COPIES else self._load(how, others, steps)
         self.held = [*self.optimizer.param_groups]
 
-    def _copy(self) -> None:
-        """Go on with a deep copy, as of a model and its optimizer; the caller writes over the parameters it was of.
-        Where a copy's step is an error, go on without."""
-        tried = deepcopy(self.optimizer)
-        for group in tried.param_groups:
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p)
+    def _copy(self, copy: Callable[[Any], Any]) -> None:
+        """Go on with a copy, as of a model and its optimizer; the caller writes over the parameters it was of. Where it
+        or its step is an error, go on without."""
         try:
+            tried = copy(self.optimizer)
+            for group in tried.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.zeros_like(p)
             tried.step()
         except Exception:
             return
         old = self.params
-        self.optimizer, self.groups, self.dtypes = deepcopy((self.optimizer, self.groups, self.dtypes))
+        self.optimizer, self.groups, self.dtypes = copy((self.optimizer, self.groups, self.dtypes))
         for p in old:
             p.grad = None
             p.detach().fill_(torch.nan)

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from correctness.optim.training import assert_all_near, gradients, leaves, run, tensors, train
+from correctness.support.contracts import Note
 from impl.optim import AdamW
 from shardmark.api import Implementation
 
@@ -98,6 +99,36 @@ def test_schedulers_and_hooks_of_steps_work(implementation: Implementation, name
                 assert len(stepped) == 1, f"the hook of step {count} ran {len(stepped)} times"
                 scheduler.step()
     assert_all_near(found, expected)
+
+
+def test_a_parameter_may_be_replaced_in_its_group(
+    implementation: Implementation, device: str, record_property: Note
+) -> None:
+    """Before its first step and later, with its state; in the group's list, and by a new list."""
+    start = tensors(device, shapes=((3, 5), (4,)))
+    grads = gradients(start, 4)
+
+    def trained(target: Callable[..., Any]) -> list[torch.Tensor]:
+        optimizer = target(leaves(start), lr=0.1)
+        for i, step in enumerate(grads):
+            (group,) = optimizer.param_groups
+            old = group["params"][i % 2]
+            (new,) = leaves([old])
+            if i < 3:
+                group["params"][i % 2] = new
+            else:
+                group["params"] = [*group["params"][:-1], new]
+            if old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
+            params = run(optimizer, [step])
+        return params
+
+    try:
+        found = trained(implementation.watched)
+    except Exception as error:
+        record_property("note", f"no parameter may be replaced in its group: {type(error).__name__}")
+        return
+    assert_all_near(found, train(AdamW, start, grads, lr=0.1), when="of those that others have replaced, ")
 
 
 def test_two_optimizers_at_once(implementation: Implementation, device: str) -> None:

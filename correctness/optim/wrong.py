@@ -201,6 +201,8 @@ class AnyArguments(Simple):
 
 @defect(cause="options", caught_by="test_the_norm_is_of_all_groups_together")
 class ClipsEachGroup(Clipping):
+    """huggingface/transformers#614: clips each param group by its own norm."""
+
     def update_all(self) -> None:
         groups = self.param_groups
         for group in groups:

@@ -1,6 +1,7 @@
 """Planted defects that show only if parameters are frozen late, with some layouts, or after loading."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -126,6 +127,16 @@ class CopiesClipNothing(Clipping):
 
     max_grad_norm, factor = None, torch.ones(())
     __getstate__ = torch.optim.Optimizer.__getstate__
+
+
+@defect(cause="options", caught_by="test_any_clipped_history")
+class PickledOnesClipNothing(CopiesClipNothing):
+    """A deep copy brings its options along by a method of its own, which pickle does not call."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
 
 
 @defect(cause="shapes", caught_by="test_any_history_is_that_of_adamw")

@@ -254,3 +254,23 @@ class MomentsWithAGraph(Simple):
         p.data.mul_(1 - group["lr"] * group["weight_decay"])
         denominator = self.denominator(v.detach().clone(), 1 - beta2**t, group["eps"])
         p.data.addcdiv_(m.detach(), denominator, value=-group["lr"] / (1 - beta1**t))
+
+
+@defect(cause="state", caught_by="test_a_parameter_may_be_replaced_in_its_group")
+class ParametersOfTheStart(Simple):
+    """Walks lists of parameters that were made with their groups, where gsplat, as others that add rows, writes another
+    one into a group's."""
+
+    def add_param_group(self, param_group: State) -> None:
+        super().add_param_group(param_group)
+        self.__dict__.setdefault("lists", []).append([*self.param_groups[-1]["params"]])
+
+    def load_state_dict(self, state_dict: State) -> None:
+        super().load_state_dict(state_dict)
+        self.lists = [[*group["params"]] for group in self.param_groups]
+
+    def update_all(self) -> None:
+        for group, params in zip(self.param_groups, self.lists, strict=True):
+            for p in params:
+                if p.grad is not None:
+                    self.update(p, p.grad, group)

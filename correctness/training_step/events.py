@@ -52,6 +52,12 @@ class History:
     mixed: bool = False
     """When the step is made, some modules of the model are in training mode and others in evaluation mode."""
 
+    @property
+    def narrow(self) -> bool:
+        """In bfloat16, parameters have that dtype too, in half of the histories: no draw of its own, which the other
+        precisions would make for nothing."""
+        return self.mixed
+
     def __str__(self) -> str:
         frozen = f"parameters {', '.join(map(str, self.frozen))} frozen" if self.frozen else ""
         words = [

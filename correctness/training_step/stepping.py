@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from impl.model.mlp import MLPLanguageModel, MLPSize
-from impl.precision import PRECISIONS
+from impl.precision import PRECISIONS, Precision
 from shardmark.api import Implementation
 
 SIZE = MLPSize(dim=16, layers=2, vocab=64)
@@ -21,6 +21,9 @@ SHAPES = ((3, 8), (1, 5), (2, 9), (1, 1))
 """(batch, context) of numbered batches."""
 
 Gradients = dict[str, Tensor]
+
+ALL_BFLOAT16 = "all bfloat16"
+_OF_STEPS = PRECISIONS | {ALL_BFLOAT16: Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)}
 
 
 @dataclass
@@ -81,11 +84,11 @@ def setting(
 
     Its two param groups have the trainable parameters; with `all_parameters`, the frozen ones too.
     """
-    model = (MLPLanguageModel(SIZE) if model is None else model).to(device)
+    model = (MLPLanguageModel(SIZE) if model is None else model).to(device, _OF_STEPS[precision].parameter)
     params = [p for p in model.parameters() if all_parameters or p.requires_grad]
     groups = [{"params": params[:1]}, {"params": params[1:]}]
     sgd = OPTIMIZERS[optimizer](groups, **{"lr": 0.0, **options})
-    step = implementation.watched(model, sgd, precision=PRECISIONS[precision])
+    step = implementation.watched(model, sgd, precision=_OF_STEPS[precision])
     return Setting(model, sgd, step, *batch(device))
 
 

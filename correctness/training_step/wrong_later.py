@@ -41,3 +41,30 @@ class LeavesSparseGradientsScaled(_FindsOverflows):
 
     def _gradients(self) -> list[Tensor]:
         return [gradient for gradient in super()._gradients() if not gradient.is_sparse]
+
+
+@defect(cause="numerics", caught_by="test_a_gradient_that_is_not_finite_is_stepped_on")
+class SkipsWhatIsNotFiniteInHalf(EagerStep):
+    """deepspeedai/DeepSpeed#8035: a step whose bfloat16 gradients are not finite is skipped, as in float16, where no
+    scale falls: nothing tells of it, and training stands still."""
+
+    def update(self) -> None:
+        half = [grad for grad in self._gradients() if grad.dtype == torch.bfloat16]
+        if all(bool(grad.isfinite().all()) for grad in half):
+            super().update()
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_that_of_autograd_and_sgd")
+class ForgetsBfloat16GradientsOfTheFrozen(EagerStep):
+    """Sums bfloat16 gradients in float32, and begins anew with those that a backward pass gives: a parameter that was
+    frozen since the last one loses its own."""
+
+    def backward(self, loss: Tensor) -> None:
+        params = [p for p in self.model.parameters() if p.dtype == torch.bfloat16]
+        before = {p: p.grad.float() for p in params if p.grad is not None}
+        for p in params:
+            p.grad = None
+        super().backward(loss)
+        for p in params:
+            if p.grad is not None:
+                p.grad = (before.get(p, 0) + p.grad.float()).to(p.dtype)

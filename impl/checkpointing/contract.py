@@ -23,10 +23,10 @@ class Policy(Protocol):
     - Outputs and gradients (of parameters, the input and further arguments) are bitwise those without checkpointing
       (sums of those of a tensor that a block takes twice, and under autocast of a weight that several blocks or passes
       use, may be rounded in another order), and None, not zeros, for what a loss does not reach: by
-      `backward()`, with `inputs=` too, and by `torch.autograd.grad`; in any dtype, under autocast in any of its
-      dtypes, whatever context backward runs in; in training and eval mode, and where submodules' modes differ; where
-      the input or some parameters need no gradient; where several forwards come before their backwards, which run in
-      either order; of a deep copy, and after weights were loaded or parameters replaced.
+      `backward()`, with `inputs=` too, and by `torch.autograd.grad`; in any dtype, of complex arguments, under autocast
+      in any of its dtypes, whatever context backward runs in; in training and eval mode, and where submodules' modes
+      differ; where the input or some parameters need no gradient; where several forwards come before their backwards,
+      which run in either order; of a deep copy, and after weights were loaded or parameters replaced.
       Where gradients are differentiated, and by a second backward or one that reads a saved tensor twice, they are
       those, or an error is raised.
     - Dropout drops the same in the recomputation, also where it was put in later, and backward leaves the state of the

@@ -32,6 +32,8 @@ class Model(Protocol):
     Should: ValueError for a longer context and, on CPU, for token ids that the vocabulary does not have (on CUDA a
     check would make the host wait); an empty batch is no error; a model that was made on the meta device is whole once
     `to_empty` and `load_state_dict` have run.
+
+    Not asked: weights that were tied after the model was made.
     """
 
     def __call__(self, tokens: Tensor) -> Tensor: ...
