@@ -8,7 +8,7 @@ from torch import Tensor
 
 from correctness.attention.textbook import Flash, checked, flash_backward, flash_forward, future, scores_of
 from correctness.support.planting import defect
-from impl.attention import eager_attention
+from impl.attention import check_inputs, eager_attention
 
 
 @defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
@@ -220,3 +220,15 @@ class GradientsInPlaceOfActivations(Flash):
         q, (of_q, *others) = ctx.saved_tensors[0], Flash.backward(ctx, grad)
         free = not q.is_leaf and q.is_contiguous()
         return (q.data.copy_(of_q) if free else of_q), *others
+
+
+_SCALES: dict[str, Tensor] = {}
+
+
+@defect(cause="two calls", caught_by="test_is_right_unwatched")
+def scales_made_in_the_first_call(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """sgl-project/sglang#33470: a first call in inference mode makes and keeps a tensor that no later one may save for
+    backward."""
+    check_inputs(q, k, v)
+    one = _SCALES.setdefault(q.device.type, torch.ones((), device=q.device))
+    return eager_attention(q * one.to(q.dtype), k, v, is_causal=is_causal)

@@ -1,4 +1,4 @@
-"""Layers unwatched: sizes drawn anew, and calls after hundreds of others."""
+"""Layers unwatched: sizes drawn anew, first calls that evaluate, and calls after hundreds of others."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def perform(target: Any, given: Any, rank: int) -> dict[str, torch.Tensor]:
             continue
         options = {"eps": call["eps"]} if "eps" in call else {}
         learned = [x.requires_grad_() for x in call["tensors"][: 2 if call["name"] == "rotary" else None]]
+        with torch.inference_mode():  # what a first call keeps must serve training
+            function(*call["tensors"], **options)
         results = function(*call["tensors"], **options)
         results = [results] if isinstance(results, torch.Tensor) else [*results]
         gradients = torch.autograd.grad([3 * x.square().sum() for x in results], learned)

@@ -1,4 +1,4 @@
-"""A loss unwatched: sizes drawn anew, and calls after hundreds of others."""
+"""A loss unwatched: sizes drawn anew, first calls that evaluate, and calls after hundreds of others."""
 
 from typing import Any
 
@@ -27,6 +27,8 @@ def perform(target: Any, given: Any, rank: int) -> dict[str, Tensor]:
     found = {}
     for number, call in enumerate(given):
         hidden, weight = call["hidden"].requires_grad_(), call["weight"].requires_grad_()
+        with torch.inference_mode():  # what a first call keeps must serve training
+            target(hidden, weight, call["targets"])
         loss = target(hidden, weight, call["targets"])
         gradients = torch.autograd.grad(3 * loss, (hidden, weight))
         names = [f"{name} of call {number}" for name in ("loss", "grad_hidden", "grad_weight")]

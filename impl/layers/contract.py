@@ -26,13 +26,14 @@ class Layers(Protocol):
 
     Must:
 
-    - Results and gradients are as accurate as eager's: each element is off by at most twice what eager's roundings
-      allow. The mean of the squares, its root and the sum of weight's gradient over rows are in float32 or wider.
+    - Results and gradients are as accurate as eager's: each element is off by at most twice what one rounding of each
+      factor and of each result to the inputs' dtype allows. The mean of the squares, its root and the sum of weight's
+      gradient over rows are in float32 or wider.
     - A row of zeros is normed to zeros if eps is not 0, and of float16 every finite row is normed, also where squares
       would overflow.
     - Calls are independent: no argument and no gradient that backward is given changes, nothing that a call returned
-      changes later, and other calls may come between one's forward and its backward. Neither autocast nor torch's
-      default dtype changes anything.
+      changes later, and other calls, in `torch.inference_mode()` too, may come before one and between its forward and
+      its backward. Neither autocast nor torch's default dtype changes anything.
     - A second derivative, of one argument alone too, a second backward pass, or one after an argument or a result has
       changed in place, is right or raises an error. Calls leave nothing behind.
     - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole operations, dtypes, devices.

@@ -29,8 +29,8 @@ class Loss(Protocol):
       share a large offset. Steps after the logits are in float32 or more, and so is the loss; gradients have their
       inputs' dtypes. Under autocast hidden and weight may each be float32 or of autocast's dtype.
     - Calls are independent: no input changes, nothing that a call returned changes later, and other calls may come
-      between one's forward and its backward. The loss is the same without gradients, and torch's
-      default dtype changes nothing.
+      before one and between its forward and its backward. The loss is the same without gradients, also in
+      `torch.inference_mode()`, and torch's default dtype changes nothing.
     - A second derivative, of one input alone too, a second backward pass, or one after an input or the loss has changed
       in place, is right or raises an error.
     - A NaN in a token whose target counts makes the loss NaN. Calls leave nothing behind.

@@ -24,7 +24,8 @@ class Model(Protocol):
       the parameters' dtype; under autocast they may have autocast's. A model may be made while torch's default dtype is
       any of these; made in float64 it computes in float64 throughout.
     - Each call is independent of earlier calls: with tokens of any shape, in training and evaluation mode, with and
-      without autograd. It changes neither tokens nor weights nor the results of another call.
+      without autograd, in `torch.inference_mode()` too. It changes neither tokens nor weights nor the results of
+      another call.
     - It trains, under autocast too: from its own initial weights, drawn independently, every parameter gets a
       gradient, whichever others are frozen. Calls' backwards run in any order.
     - Its `state_dict` has `Transformer`'s names and shapes and no others, so that weights of one load into another.
