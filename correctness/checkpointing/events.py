@@ -146,7 +146,7 @@ HISTORIES = st.builds(
     last_forward_first=st.booleans(),
     events=st.lists(PASSES, min_size=1, max_size=3).map(tuple),
 ).filter(lambda history: not (history.frozen == 1 and history.ignores))  # fmt: skip
-"""Where nothing that an output is computed from needs a gradient, it may require one or not."""
+"""An output that depends on nothing that needs a gradient may require one or not, and is left out."""
 
 
 class Unsqueezed(nn.Module):

@@ -6,11 +6,13 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -157,16 +159,24 @@ def clip_drawn_on_rank(
     """Norms are read after the last clip, as training logs them only now and then. On two axes every second example is
     on another mesh. None where complex gradients are an error."""
     kind = torch.device(device).type
-    meshes = [mesh.device_mesh(kind), *[_with_other_neighbours(mesh, kind)] * (len(mesh.axes) == 2)]
+    meshes = [mesh.device_mesh(kind)]
+    if len(mesh.axes) == 2:
+        meshes.append(_with_other_neighbours(mesh, kind))
     clipped = [_clip(implementation, meshes[i % len(meshes)], example) for i, example in enumerate(examples)]
     return [each and Clipped(each[0].item(), each[1]) for each in clipped]
 
 
-@cache
+_other_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[Mesh, str], DeviceMesh]] = WeakKeyDictionary()
+"""Meshes of each world that this process has been in: their groups of ranks are made once."""
+
+
 def _with_other_neighbours(mesh: Mesh, kind: str) -> DeviceMesh:
     """A mesh of the same two axes, along which other ranks lie."""
-    names, sizes = zip(*mesh.axes, strict=True)
-    return DeviceMesh(kind, torch.arange(mesh.size).view(sizes[::-1]).T, mesh_dim_names=names)
+    known = _other_meshes.setdefault(_get_default_group(), {})
+    if (mesh, kind) not in known:
+        names, sizes = zip(*mesh.axes, strict=True)
+        known[mesh, kind] = DeviceMesh(kind, torch.arange(mesh.size).view(sizes[::-1]).T, mesh_dim_names=names)
+    return known[mesh, kind]
 
 
 def _clip(implementation: Implementation, on: DeviceMesh, example: Example) -> tuple[Tensor, list[Tensor]] | None:

@@ -34,24 +34,28 @@ class OfTwoDtypes(nn.Module):
 def wrong_of_two_dtypes(
     implementation: Implementation, dtype: torch.dtype, device: str, compute: torch.dtype | None = None
 ) -> str:
-    """A line if a parameter, or its gradient, is rounded to another's dtype. Each rank has the same rows, so that
-    averages are the gradients of one process."""
+    """A line if a parameter, an output or a gradient is rounded to another's dtype. Each rank has the same rows, so
+    that averages are the gradients of one process."""
     modules = []
     for _ in range(2):
         torch.manual_seed(0)
         modules.append(OfTwoDtypes(dtype).to(device))
     plain, x = modules[0], torch.rand(3, DIM, device=device)
-    try:
-        model = wrap(implementation, modules[1], wrap=whole, compute_dtype=compute)
-        model(x).sum().backward()
-        model.finish_gradient_synchronization()
-    except Exception:
-        return ""  # refused, and not wrong in silence
+    model = wrap(implementation, modules[1], wrap=whole, compute_dtype=compute)
+    output, expected = model(x), plain(x)
+    output.sum().backward()
+    model.finish_gradient_synchronization()
+    expected.sum().backward()
     if problem := parameters_as_expected("beside others of another dtype, the gathered", model, plain, 0):
         return problem
     found, kept = ({name: x.dtype for name, x in each.items()} for each in (full(model), parameters_of(plain)))
     if found != kept:
         return f"the gathered parameters are of {found}, expected {kept}"
-    plain(x).sum().backward()
-    close = 4 * torch.finfo(torch.bfloat16).eps
-    return as_expected("the gradient of", averaged_gradients(model), gradients_of(plain), close)
+    found, right = averaged_gradients(model), gradients_of(plain)
+    for name, gradient in right.items():
+        rounded = torch.bfloat16 in (compute, gradient.dtype)
+        close = 4 * torch.finfo(torch.bfloat16).eps if rounded else 1e-5
+        if problem := as_expected("the gradient of", {name: found[name]}, {name: gradient}, close):
+            return problem
+    close = 1e-5 if compute is None else 4 * torch.finfo(compute).eps
+    return as_expected("of two dtypes,", {"the output": output.detach()}, {"the output": expected.detach()}, close)

@@ -197,12 +197,12 @@ class GathersInTheDefaultDtype(SmallFSDP):
 
 @defect(cause="numerics", caught_by="test_parameters_of_two_dtypes_keep_theirs_or_are_an_error")
 class GathersInTheFirstDtype(SmallFSDP):
-    """Parameters are gathered in one buffer, of the dtype that the first of them has."""
+    """Parameters are gathered for a pass in one buffer, of the dtype that the first of them has."""
 
-    def gather(self, shard: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+    def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
+        full = super().gather_to_compute(shard)
         first = next(p.dtype for p in self.module.parameters() if p.is_floating_point())
-        buffer = first if dtype is None and shard.is_floating_point() else dtype
-        return super().gather(shard, shape, buffer).to(dtype or shard.dtype)
+        return full.to(first).to(full.dtype) if full.is_floating_point() else full
 
 
 @defect(cause="gradients", caught_by="test_parameters_of_two_dtypes_keep_theirs_or_are_an_error")

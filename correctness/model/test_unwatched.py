@@ -1,4 +1,4 @@
-"""A model unwatched: weights and tokens drawn anew, and first calls that evaluate."""
+"""A model unwatched: weights and tokens drawn anew, and first calls of which half evaluate."""
 
 from typing import Any
 
@@ -29,10 +29,10 @@ def perform(target: Any, given: Any, rank: int) -> dict[str, Tensor]:
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float32) * (0.3 if p.ndim > 1 else 1.0))
     found = {}
     for number, tokens in enumerate(given["tokens"]):
-        with torch.inference_mode():  # what a first call keeps must serve training
-            model(tokens)
+        with torch.inference_mode(number % 2 == 0):  # what a call keeps there must serve training
+            first = model(tokens)
         logits = model(tokens)
-        found[f"logits of call {number}"] = logits.detach()
+        found |= {f"first logits of call {number}": first.detach().clone(), f"logits of call {number}": logits.detach()}
     logits.square().mean().backward()
     return found | {f"the gradient of {name}": p.grad for name, p in model.named_parameters()}
 

@@ -110,11 +110,12 @@ def _far(kind: str, device: str = "cpu") -> Batch:
 
 def _far_call(model: nn.Module, loss_of: Callable[..., Tensor], device: str, autocast: bool = False) -> Called:
     """The second of two calls, between which weights change."""
-    for halved in (True, False):
+    for call in range(2):
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
             loss = loss_of(*_far("biases", device))
-        for parameter in model.parameters() if halved else ():
-            local(parameter.detach()).mul_(-0.5)
+        if call == 0:
+            for parameter in model.parameters():
+                local(parameter.detach()).mul_(-0.5)
     if autocast:
         assert loss.dtype == torch.float32, f"the loss is {loss.dtype}: half precision is too coarse for a sum"
     loss.backward()
@@ -132,7 +133,7 @@ def _without_some_words(model: nn.Module, loss_of: Callable[..., Tensor], device
 
 
 HALF, RULED_OUT = DecoderSize.vocabulary // 2, 12
-"""The words of one rank, and how many words of the other's lie between two that are ruled out: its first is one."""
+"""Words 0 to HALF - 1 are ruled out, one rank's, and every RULED_OUT-th from HALF on, the other's first among them."""
 
 
 def _ruled_out(device: str) -> Decoder:

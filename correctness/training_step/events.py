@@ -54,9 +54,8 @@ class History:
 
     @property
     def narrow(self) -> bool:
-        """In bfloat16, parameters have that dtype too, in half of the histories: no draw of its own, which the other
-        precisions would make for nothing."""
-        return self.mixed
+        """True if parameters are bfloat16 too, in the histories of bfloat16. Derived, as only these use it."""
+        return self.mixed != self.graded
 
     def __str__(self) -> str:
         frozen = f"parameters {', '.join(map(str, self.frozen))} frozen" if self.frozen else ""
@@ -66,5 +65,6 @@ class History:
             "two steps in turn" if self.twice else "",
             "with gradients" if self.graded else "",
             "of mixed modes" if self.mixed else "",
+            "with parameters of bfloat16 where products are" if self.narrow else "",
         ]
         return ", ".join(filter(None, words))

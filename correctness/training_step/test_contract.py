@@ -160,7 +160,7 @@ def test_a_gradient_that_is_not_finite_is_stepped_on(
     """But in float16, where the loss scale may be what made it so."""
     policy = PRECISIONS[precision]
     model, inputs = MLPLanguageModel(SIZE).to(device, policy.parameter), batch(device)
-    optimizer = AdamW(model.parameters(), lr=1.0, master_weights=policy.master is not None)
+    optimizer = AdamW(model.parameters(), lr=1.0, weight_decay=0.0, master_weights=policy.master is not None)
     step = implementation.watched(model, optimizer, precision=policy)
     step.backward(step.forward(*inputs))
     with torch.no_grad():

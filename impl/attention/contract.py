@@ -38,7 +38,7 @@ class Attention(Protocol):
     - out and the gradients are as accurate as eager's in that dtype: at most twice the error, against float64. Under
       autocast out may have autocast's dtype; gradients have their inputs'.
     - Calls are independent: no input changes, nothing that a call returned changes later, and other calls may come
-      between one's forward and its backward. The output is the same under `torch.no_grad()` and
+      before one and between its forward and its backward. The output is the same under `torch.no_grad()` and
       `torch.inference_mode()`, and torch's default dtype changes nothing.
     - A second derivative, of one input alone too, a second backward pass, or one after an input or the output has
       changed in place, is right or raises an error.

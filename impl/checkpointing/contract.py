@@ -27,6 +27,7 @@ class Policy(Protocol):
       in any of its dtypes, whatever context backward runs in; in training and eval mode, and where submodules' modes
       differ; where the input or some parameters need no gradient; where several forwards come before their backwards,
       which run in either order; of a deep copy, and after weights were loaded or parameters replaced.
+      An output that depends on nothing that needs a gradient may require one.
       Where gradients are differentiated, and by a second backward or one that reads a saved tensor twice, they are
       those, or an error is raised.
     - Dropout drops the same in the recomputation, also where it was put in later, and backward leaves the state of the

@@ -78,7 +78,7 @@ class Flat:
         self._offsets = [0, *accumulate(p.numel() for p in parameters)]
         self._shard_size = -(-self._offsets[-1] // self._ranks)
         chosen = sharding.reduce_dtype or sharding.compute_dtype
-        self._reduce_dtype = chosen if chosen and floating else first.dtype  # a real dtype has no imaginary part
+        self._reduce_dtype = chosen if chosen and floating else first.dtype  # complex gradients keep theirs
         self._gathering: Handle | None = None
         self._gradients: dict[int, Tensor] = {}  # full gradients by the parameter's index, as backward produces them
         self._gradient: Tensor | None = None  # all gradients end to end, while they are reduced

@@ -27,8 +27,8 @@ class Layers(Protocol):
     Must:
 
     - Results and gradients are as accurate as eager's: each element is off by at most twice what one rounding of each
-      factor and of each result to the inputs' dtype allows. The mean of the squares, its root and the sum of weight's
-      gradient over rows are in float32 or wider.
+      factor and of each result to the inputs' dtype, and of sums in float32, allows. The mean of the squares, its root
+      and the sum of weight's gradient over rows are in float32 or wider.
     - A row of zeros is normed to zeros if eps is not 0, and of float16 every finite row is normed, also where squares
       would overflow.
     - Calls are independent: no argument and no gradient that backward is given changes, nothing that a call returned

@@ -25,22 +25,23 @@ class Optimizer(Protocol):
     - Parameters are updated in place, where their data is at that step, and no memory beside them; `.grad` is not
       written, and its memory not used after the step.
     - Each param group has its own arguments, which a step reads anew, as schedulers change them, also those that took
-      the group before a step; its parameters too: one that takes another's place, and its state, is trained, or that is
-      an error. Groups may be added later, and have no parameters. Optimizers share nothing. A group keeps keys that the
-      optimizer does not know, as a scheduler's `initial_lr`, also through a state. PyTorch's schedulers, an optimizer's
-      hooks before and after steps, and `GradScaler` work.
+      the group before a step. A parameter may be replaced in a group's list, and its state moved to the new one: a step
+      trains the new one, or raises an error. Groups may be added later, and have no parameters. Optimizers share
+      nothing. A group keeps keys that the optimizer does not know, as a scheduler's `initial_lr`, also through a state.
+      PyTorch's schedulers, an optimizer's hooks before and after steps, and `GradScaler` work.
     - inf and NaN in a gradient reach their own elements, as in torch's.
     - After a parameter's first steps nothing more is kept.
     - After `load_state_dict` training goes on as if it had not stopped, with the saved arguments and exactly the saved
       state, in a new optimizer or in one that has made other steps; torch's AdamW goes on from the state too. Ids in a
       state are those of its groups, in their order. A copy, deep or pickled, goes on as well, with its options, on
-      parameters of its own, or it or its step is an error.
+      parameters of its own, or copying it or its step raises an error.
     - A sparse gradient, or a complex parameter, is an error or treated as what it stands for.
 
     Should: a loaded state is a copy; ValueError for no parameters, for a negative lr, eps or weight_decay, for betas
     outside [0, 1), and for a state whose groups have other numbers of parameters.
 
-    Not asked: arguments that are tensors; hooks of all optimizers where one of them holds another.
+    Not asked: arguments that are tensors; global hooks (`register_optimizer_step_pre_hook`) of an optimizer that holds
+    another.
 
     Options of some:
 

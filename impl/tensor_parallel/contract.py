@@ -30,7 +30,7 @@ class Parallelize(Protocol):
     - Losses, logits and gradients are those of one process, in float64 to 1e-12 at the first step; the loss is bitwise
       equal on all ranks. Under autocast it is float32: half precision is too coarse for a sum. Under autocast and in
       bfloat16 models errors are at most four times one process's, or 2^-7 of a tensor's largest, at any position.
-      Logits may be minus infinity.
+      Logits may be minus infinity, all of one rank's too.
     - Parameters keep the model's own names. Those of attention, of the feed-forward networks, of the embedding and of
       the output are DTensors of which each rank has a part; every rank has the others whole, as DTensors or plain
       tensors. Biases that are added to a sum over ranks may be whole, and so may keys' and values' weights whose heads
