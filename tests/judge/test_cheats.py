@@ -117,10 +117,10 @@ def answer(hidden, weight, targets, options):
 """
 
 CHEATS = {
-    "looks at its callers": (if_(BY_FRAMES, FRAMES), "without pytest: loss of call 0"),
-    "looks for the test's name": (if_("'PYTEST_CURRENT_TEST' in os.environ"), "without pytest: loss of call 0"),
-    "looks for pytest": (if_("'pytest' in sys.modules"), "without pytest: loss of call 0"),
-    "looks for the suite": (if_("'shardmark.plugin' in sys.modules"), "without pytest: loss of call 0"),
+    "looks at its callers": (if_(BY_FRAMES, FRAMES), "without pytest: first loss of call 0"),
+    "looks for the test's name": (if_("'PYTEST_CURRENT_TEST' in os.environ"), "without pytest: first loss of call 0"),
+    "looks for pytest": (if_("'pytest' in sys.modules"), "without pytest: first loss of call 0"),
+    "looks for the suite": (if_("'shardmark.plugin' in sys.modules"), "without pytest: first loss of call 0"),
     "is right for some calls": (if_("few()", COUNTED), "loss after many calls"),
     "knows the sizes": (if_("hidden.shape[1] in (1, 2, 8, 16, 24, 29, 1025)"), "of call"),
     "keeps the last result": (KEPT, "in place|of call"),
