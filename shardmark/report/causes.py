@@ -71,8 +71,8 @@ def _key(check: Check) -> str:
 
 
 def _refusable(verdict: Verdict, failures: list[Check]) -> Cause | None:
-    """The values, such as dtypes, with which nearly nothing passes, while something passes without them, and whose
-    failures are seen with them alone."""
+    """The values, such as dtypes, with which nearly nothing passes, while most passes without them, and whose failures
+    are seen with them alone."""
     elsewhere = {each.kind for each in verdict.may_refuse if each.elsewhere}
     passed = Counter(f for check in verdict.judged if check.outcome == PASSED for f in check.notes.taken)
     failed = Counter(f for check in failures for f in check.notes.last if f.kind in elsewhere)
@@ -80,7 +80,10 @@ def _refusable(verdict: Verdict, failures: list[Check]) -> Cause | None:
     kinds = {f.kind for f in bad}
     if not bad or not any(f.kind in kinds for f in passed if f not in bad):
         return None
-    elsewhere_too = {_key(check) for check in failures if not bad.intersection(check.notes.last)}
+    others = [check for check in failures if not bad.intersection(check.notes.last)]
+    if len(others) > sum(check.outcome == PASSED for check in verdict.judged):  # it is wrong with other values too
+        return None
+    elsewhere_too = {_key(check) for check in others}
     checks = [c for c in failures if bad.intersection(c.notes.last) and _key(c) not in elsewhere_too]
     if not checks:
         return None

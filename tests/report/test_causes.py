@@ -30,11 +30,12 @@ def _verdict(*checks: tuple[Feature, str]) -> Verdict:
         (["no such kernel", "no such kernel", ""], "float16 (2)"),
         (["wrong shape", "wrong shape", "", "wrong shape"], None),
         (["no such kernel", "no such kernel", "", "wrong shape"], "float16 (2)"),
+        (["no such kernel", "no such kernel", "", "wrong shape", "no number"], None),
     ],
-    ids=["in it alone", "in others too", "beside another"],
+    ids=["in it alone", "in others too", "beside another", "beside most others"],
 )
 def test_a_dtype_is_blamed_for_failures_that_are_seen_in_it_alone(reasons: list[str], blamed: str | None) -> None:
-    found = causes(_verdict(*zip([HALF, HALF, FULL, FULL], reasons, strict=False)))
+    found = causes(_verdict(*zip([HALF, HALF, FULL, FULL, FULL], reasons, strict=False)))
     assert [cause.refusable for cause in found if cause.refusable] == [blamed] * (blamed is not None)
     assert sum(len(cause.checks) for cause in found) == sum(map(bool, reasons))
 
