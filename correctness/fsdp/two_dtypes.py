@@ -48,14 +48,14 @@ def wrong_of_two_dtypes(
     expected.sum().backward()
     if problem := parameters_as_expected("beside others of another dtype, the gathered", model, plain, 0):
         return problem
-    found, kept = ({name: x.dtype for name, x in each.items()} for each in (full(model), parameters_of(plain)))
-    if found != kept:
-        return f"the gathered parameters are of {found}, expected {kept}"
-    found, right = averaged_gradients(model), gradients_of(plain)
-    for name, gradient in right.items():
+    dtypes, kept = ({name: x.dtype for name, x in each.items()} for each in (full(model), parameters_of(plain)))
+    if dtypes != kept:
+        return f"the gathered parameters are of {dtypes}, expected {kept}"
+    gradients = averaged_gradients(model)
+    for name, gradient in gradients_of(plain).items():
         rounded = torch.bfloat16 in (compute, gradient.dtype)
         close = 4 * torch.finfo(torch.bfloat16).eps if rounded else 1e-5
-        if problem := as_expected("the gradient of", {name: found[name]}, {name: gradient}, close):
+        if problem := as_expected("the gradient of", {name: gradients[name]}, {name: gradient}, close):
             return problem
     close = 1e-5 if compute is None else 4 * torch.finfo(compute).eps
     return as_expected("of two dtypes,", {"the output": output.detach()}, {"the output": expected.detach()}, close)

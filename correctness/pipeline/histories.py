@@ -24,8 +24,10 @@ from shardmark.api import Implementation, Mesh, Unsupported
 
 MOST_STAGES = 8
 
-OUTPUTS = ("rows", "number", "expanded", "rounded", "integers", "few bits", "mask", "constant", "at times", "given")
-OUTPUTS += ("numbers of none",)
+OUTPUTS = (
+    "rows", "number", "expanded", "rounded", "integers", "few bits", "mask", "constant", "at times", "given",
+    "numbers of none",
+)  # fmt: skip
 """Tensors that a stage may give beside its values: a number of each row; one of all rows, and the same for each row in
 one place; one in a half; integers that float64 does not have; some of fewer bits, which float32 or a half does not
 have; a mask; floats that need no gradient, and some that need one in some micro-batches alone; the first tensor that it

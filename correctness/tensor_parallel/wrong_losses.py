@@ -29,11 +29,14 @@ class BySteps(Planted):
     """Right: the loss by operators that autograd differentiates."""
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        logits = logits - self.largest(logits)[:, None]
         columns, own = own_rows(targets, logits.shape[1], self.first)
         picked = self.masked(logits.gather(1, columns[:, None]).squeeze(1), own)
-        sums = self.summed(logits.exp().sum(1))
-        return self.total(sums.log() - self.summed(picked), targets != IGNORED)
+        return self.total(self.log_sums(logits) - self.summed(picked), targets != IGNORED)
+
+    def log_sums(self, logits: Tensor) -> Tensor:
+        """The log-sum-exp of each row, over the columns of all ranks."""
+        largest = self.largest(logits)
+        return largest + self.summed((logits - largest[:, None]).exp().sum(1)).log()
 
     def masked(self, logits: Tensor, own: Tensor) -> Tensor:
         return logits.where(own, 0)
@@ -80,14 +83,10 @@ class CombinesLogSums(BySteps):
     """Dao-AILab/flash-attention#1930: the log-sum-exp of each rank's part subtracts that part's largest logit, which is
     minus infinity where all of the part are."""
 
-    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        own_largest = logits.detach().amax(1)
-        own_sums = own_largest + (logits - own_largest[:, None]).exp().sum(1).log()
-        largest = self.largest(own_sums[:, None])
-        columns, own = own_rows(targets, logits.shape[1], self.first)
-        picked = self.masked(logits.gather(1, columns[:, None]).squeeze(1), own)
-        sums = largest + self.summed((own_sums - largest).exp()).log()
-        return self.total(sums - self.summed(picked), targets != IGNORED)
+    def log_sums(self, logits: Tensor) -> Tensor:
+        largest = logits.detach().amax(1)
+        of_part = largest + (logits - largest[:, None]).exp().sum(1).log()
+        return super().log_sums(of_part[:, None])
 
 
 @defect(cause="masks", caught_by="test_steps_are_those_of_one_process[CountsIgnoredTargets-tp2-even")
