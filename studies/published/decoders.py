@@ -36,7 +36,7 @@ class DecoderSize:
         return self.layers * (attention + ffn) + self.width * self.vocab
 
 
-class _RMSNorm(nn.Module):
+class WideRMSNorm(nn.Module):
     """Computes in float32, as Llama's own code does."""
 
     def __init__(self, width: int) -> None:
@@ -62,7 +62,7 @@ class Block(nn.Module):
         super().__init__()
         self.size, self.head = size, size.width // size.heads
         llama, bias = size.family == "llama", size.family == "gpt2"
-        norm = _RMSNorm if llama else partial(nn.LayerNorm, bias=bias)
+        norm = WideRMSNorm if llama else partial(nn.LayerNorm, bias=bias)
         linear: Callable[[int, int], nn.Module] = partial(nn.Linear, bias=bias)
         self.norm_1, self.norm_2 = norm(size.width), norm(size.width)
         key = self.head * size.kv_heads
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(size.vocab, size.width)
         self.positions = None if size.family == "llama" else nn.Embedding(length, size.width)
         self.blocks = nn.ModuleList(Block(size, length) for _ in range(size.layers))
-        self.norm = _RMSNorm(size.width) if size.family == "llama" else nn.LayerNorm(size.width)
+        self.norm = WideRMSNorm(size.width) if size.family == "llama" else nn.LayerNorm(size.width)
         self.output = nn.Linear(size.width, size.vocab, bias=False)
         if size.family != "llama":
             self.output.weight = self.embedding.weight

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from perf.published import UNITS
 from shardmark.meter.hardware import hardware
+from studies.published import step_memory
 from studies.published.memory_rows import RULES, Compared, compared, unknown
 
 PAGE = Path("docs/published-memory.md")
@@ -40,6 +42,19 @@ has a number to fit. But both were chosen with these two figures in view, and ot
   allocated, and so on the clocks of host and GPU.
 """
 
+STEPS = """## Whole training steps
+
+These are lines of `perf/published/training_steps.csv`: steps of 20 million to 15 billion parameters on one GPU to 128,
+each as its source's own repository wrote it at the time (`studies/published/whole_steps.py`). Bytes depend on what
+seconds do not: which norm saves float32, who holds the logits in backward, which gradients stay whole between
+micro-batches.
+
+{summary}
+
+**Active** memory is allocated, or freed while other streams use it. The reserved memory of FSDP2 is less sure: the
+code simulated is that of today's PyTorch, and FSDP2's buffers and streams were others in 2024.
+"""
+
 
 def page() -> str:
     """The page's text: each source's rows, and the rows without a prediction, with the reason."""
@@ -57,27 +72,56 @@ def page() -> str:
     parts = [HEAD.format(summary=summary)]
     for rows in by_file.values():
         parts.append(f"## {rows[0].row['source']}\n\n{_table(rows)}\n")
+    parts += _whole_steps()
     parts.append("## Not held to a prediction\n\nCompiled programs, whose kernels a simulation runs, and:\n")
     lines = [
         f"| {row['case']} | {row['metric']} | {row['value']} {row['unit']} | {_predicted(found)} | {why} |"
         for row, why, found in unknown()
     ]
     parts.append("\n".join(["| case | what | published | predicted | why |", "|---|---|---|---|---|", *lines]) + "\n")
+    lines = [
+        f"| {source} | {', '.join(map(str, numbers))} | {why} |" for source, numbers, why in step_memory.not_written()
+    ]
+    parts.append("\n".join(["| training steps of | lines | why |", "|---|---|---|", *lines]) + "\n")
     return "\n".join(parts)
+
+
+def _whole_steps() -> list[str]:
+    """The section of whole training steps: a summary, and each source's rows."""
+    every = step_memory.compared()
+    peaks = [100 * each.error for each in every if not each.of_segments]
+    reserved = [100 * each.error for each in every if each.of_segments]
+    equal = sum(shown(each) == each.row["value"] for each in every if not each.of_segments)
+    above = sum(each.published > each.at_most for each in every)
+    summary = (
+        f"{len(peaks)} figures of allocated or active memory: median error {median(map(abs, peaks)):.2f}%, largest "
+        f"{max(peaks, key=abs):+.2f}%; {equal} are predicted to the published digit. {len(reserved)} of reserved "
+        f"memory: median error {median(map(abs, reserved)):.1f}%, largest {max(reserved, key=abs):+.1f}%; {above} are "
+        f"above *at most*."
+    )
+    assert not any(each.published > each.at_most for each in every if not each.of_segments)
+    tables = [
+        f"### {source}\n\n{_table(list(rows))}\n" for source, rows in groupby(every, lambda each: each.row["source"])
+    ]
+    return [STEPS.format(summary=summary), *tables]
 
 
 def _table(rows: list[Compared]) -> str:
     lines = ["| case | GPU | what | published | predicted | error | at most |", "|---|---|---|---|---|---|---|"]
     for each in rows:
         row, unit = each.row, UNITS[each.row["unit"]]
-        again = " (again)" if "uncompiled" in row["experiment"] else ""
-        places = len(row["value"].partition(".")[2])
-        shown = f"{each.predicted / unit:.{places}f}"
+        again = " (again)" if "uncompiled" in row.get("experiment", "") else ""
         lines.append(
             f"| {row['case']}{again} | {hardware(each.on).name} | {row['metric']} | {row['value']} {row['unit']} | "
-            f"{shown} {row['unit']} | {100 * each.error:+.3f}% | {each.at_most / unit:.5g} {row['unit']} |"
+            f"{shown(each)} {row['unit']} | {100 * each.error:+.3f}% | {each.at_most / unit:.5g} {row['unit']} |"
         )
     return "\n".join(lines)
+
+
+def shown(found: Compared) -> str:
+    """The prediction in the unit and with the digits of the published figure."""
+    places = len(found.row["value"].partition(".")[2])
+    return f"{found.predicted / UNITS[found.row['unit']]:.{places}f}"
 
 
 def _predicted(found: Compared | None) -> str:

@@ -74,7 +74,7 @@ class Training:
 
 def made(training: Training) -> Callable[[Mark], None]:
     """The step of that training, inside a simulation; its optimizer has its state already."""
-    with _default_dtype(training.master):
+    with default_dtype(training.master):
         model: Any = _wrapped(training, Decoder(training.size, training.length))
     optimizer = _optimizer(training, model)
     tokens, targets = torch.zeros(2, training.batch, training.length, dtype=torch.long)
@@ -97,7 +97,7 @@ def made(training: Training) -> Callable[[Mark], None]:
     return step
 
 
-class _default_dtype(AbstractContextManager[None]):
+class default_dtype(AbstractContextManager[None]):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.before = dtype, torch.get_default_dtype()
 
@@ -112,7 +112,7 @@ def _wrapped(training: Training, model: Decoder) -> nn.Module:
     every = training.checkpoint_every
     for index, block in enumerate(model.blocks):
         if every and index % every == every - 1:
-            options = {"context_fn": _saving_operators} if training.saves_operators else {}
+            options = {"context_fn": saving_operators} if training.saves_operators else {}
             model.blocks[index] = checkpoint_wrapper(block, **options)
     if training.compiled:
         for block in model.blocks:
@@ -129,7 +129,7 @@ def _wrapped(training: Training, model: Decoder) -> nn.Module:
     return model
 
 
-def _saving_operators() -> Any:
+def saving_operators() -> Any:
     """Contexts of a block that keeps attention's results and those of every second product."""
     products: Counter[bool] = Counter()
 

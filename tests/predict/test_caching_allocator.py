@@ -97,6 +97,15 @@ def test_a_block_that_another_stream_uses_is_free_once_the_host_has_waited_for_i
         assert _reserved(*waits, slowest=slowest) == 30
 
 
+def test_a_freed_block_is_active_until_the_host_has_waited_for_its_streams() -> None:
+    first, second, third = (Block(30 * MIB, number) for number in (1, 2, 3))
+    used = [Allocated(first), Marked(f"{FOLLOWED}1/"), Marked(f"{USED}1 1"), Released(first), Allocated(second)]
+    held = held_at_marks([*used, Marked(ALL_AWAITED), Allocated(third), Marked("end")])["end"]
+    assert (held.peak_allocated, held.peak_active, held.peak_reserved) == (60 * MIB, 60 * MIB, 60 * MIB)
+    held = held_at_marks([*used, Marked("end")])["end"]
+    assert (held.peak_allocated, held.peak_active) == (30 * MIB, 60 * MIB)
+
+
 def test_only_the_slowest_stream_is_behind_what_it_has_waited_for() -> None:
     """The host has seen the first stream to be past all that the other one waited for."""
     waits = [f"{RECORDED}7 ", f"{AWAITED}7"]

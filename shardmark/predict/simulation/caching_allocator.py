@@ -62,10 +62,12 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Allocated bytes (in blocks) and reserved bytes (from the device), now and at their peaks since `reset_peaks`."""
+    """Allocated bytes (in blocks), active bytes (with freed blocks that other streams use) and reserved bytes (from the
+    device), now and at their peaks since `reset_peaks`."""
 
     def __init__(self, limit: float = math.inf) -> None:
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.allocated = self.active = self.reserved = 0
+        self.peak_allocated = self.peak_active = self.peak_reserved = 0
         self._limit = limit
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._in_use: list[tuple[_Piece, Progress]] = []
@@ -89,7 +91,9 @@ class CachingAllocator:
             insort(pool.pieces, rest)
         piece.free = False
         self.allocated += piece.nbytes
+        self.active += piece.nbytes
         self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_active = max(self.peak_active, self.active)
         return piece
 
     def free(self, piece: _Piece | None, needed: Progress | None = None) -> None:
@@ -113,6 +117,7 @@ class CachingAllocator:
                 self._in_use.append((piece, needed))
 
     def _pool(self, piece: _Piece) -> None:
+        self.active -= piece.nbytes
         pool = piece.pool
         for near in (piece.before, piece.after):
             if near is not None and near.free:
@@ -133,7 +138,7 @@ class CachingAllocator:
         """Reset the peaks, after returning free segments if more than the limit is reserved."""
         if self.reserved > self._limit:
             self.empty_cache()
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+        self.peak_allocated, self.peak_active, self.peak_reserved = self.allocated, self.active, self.reserved
 
     def _reserve(self, pool: _Pool, size: int) -> _Piece:
         """Take a segment from the device."""
@@ -156,10 +161,11 @@ def _merged(first: _Piece, second: _Piece) -> _Piece:
 
 @dataclass(frozen=True)
 class AtMark:
-    """Bytes at one moment: allocated and reserved, and the peak of each since the last reset."""
+    """Bytes at one moment: allocated and reserved, and the peaks since the last reset."""
 
     allocated: int
     peak_allocated: int
+    peak_active: int
     reserved: int
     peak_reserved: int
 
@@ -200,7 +206,11 @@ def held_at_marks(
                 host.follow(name)
             case Marked(name):
                 held[name] = AtMark(
-                    allocator.allocated, allocator.peak_allocated, allocator.reserved, allocator.peak_reserved
+                    allocator.allocated,
+                    allocator.peak_allocated,
+                    allocator.peak_active,
+                    allocator.reserved,
+                    allocator.peak_reserved,
                 )
                 if name in resets:
                     allocator.reset_peaks()

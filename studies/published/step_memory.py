@@ -1,0 +1,130 @@
+"""Published peak memory of whole training steps beside what is predicted for their programs.
+
+Each program is that of its source's own repository at the time, as `WRITTEN` says; nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from perf.published import UNITS
+from studies.published.decoders import WideRMSNorm
+from studies.published.memory_rows import PEAK, RESERVED, Compared, held
+from studies.published.rules import Row
+from studies.published.step_rows import Published, numbered, published_of, why_unknown
+from studies.published.whole_steps import WiderRMSNorm, Written, program
+
+FP32 = torch.float32
+RESERVED_METRIC = "memory reserved"
+FIGURES = {"peak memory": PEAK, "peak active memory": "peak_active", RESERVED_METRIC: RESERVED}
+
+# April 2024: the model returns float32 logits, which the loop holds in backward.
+_TITAN_2024_04 = {"norm": WideRMSNorm, "float32_logits": "model", "keeps_logits": True}
+_TITAN_2024_12 = {"norm": nn.RMSNorm, "float32_logits": "loss", "keeps_logits": False}
+_TITAN = {"from_meta": True, "keeps_last": True, "keeps_root": True, "reduce": FP32}
+WRITTEN: dict[str, dict[str, Any]] = {
+    "torchtitan/pull/165": _TITAN | _TITAN_2024_04,
+    "llama3_h100_202412": _TITAN | _TITAN_2024_12,
+    # Fabric makes what the model returns float32. Its README: batches of 512 rows but under FSDP, where they are 32.
+    "extensions/thunder": {
+        "norm": WideRMSNorm,
+        "float32_logits": "loss",
+        "keeps_logits": False,
+        "cuts_heads": True,
+        "clips": False,
+    },
+    # Between micro-batches FSDP2 keeps whole gradients, in the dtype of their reduction.
+    "KempnerForge": {"norm": WiderRMSNorm, "float32_logits": "", "keeps_logits": True},
+}
+OTHERS = {
+    "dlrover": "its library replaces attention and norms by kernels of its own, which are not said",
+    "daddyofadoggy": "a range of whole GB, and not said of what",
+}
+"""Sources whose steps are predicted and whose memory is not, and why."""
+
+
+def written_of(published: Published) -> Written | None:
+    """The row's step as its source writes it; None where its repository is not read that closely."""
+    rest = next((given for source, given in WRITTEN.items() if source in published.source), None)
+    if rest is None:
+        return None
+    training = published.training
+    checkpoints = ("operators" if training.saves_operators else "full") if training.checkpoint_every else ""
+    accumulates = training.micro_batches > 1 or ("thunder" in published.source and training.strategy != "fsdp1")
+    return Written(
+        size=training.size,
+        length=training.length,
+        batch=training.batch,
+        ranks=training.ranks,
+        strategy=training.strategy,
+        master=training.master,
+        checkpoints=checkpoints,
+        micro_batches=2 if accumulates else 1,  # a third one finds what the second one found
+        syncs_last_only=accumulates,
+        fused=training.optimizer == "fused",
+        **({"reduce": training.reduce} | rest),
+    )
+
+
+def rows() -> Iterator[tuple[Row, Published, Written]]:
+    """A row for each published figure, with its source, case, metric, value and unit."""
+    for line, row in numbered():
+        published = published_of(line, row)
+        written = written_of(published) if published is not None and row["peak_memory"] else None
+        if published is None or written is None:
+            continue
+        where = f"{written.strategy} on {written.ranks}" if written.ranks > 1 else written.strategy
+        checkpoints = f", {row['activation_checkpointing']} checkpoints" if written.checkpoints else ""
+        case = f"{row['model']}, {where}{checkpoints}"
+        for metric, value, unit in _figures(row):
+            yield (
+                {"source": row["source"], "case": case, "metric": metric, "value": value, "unit": unit},
+                published,
+                written,
+            )
+
+
+def _figures(row: Row) -> Iterator[tuple[str, str, str]]:
+    """Metric, value and unit of each figure of a row. KempnerForge's GB are 2 ** 30 bytes; torchtitan's percentages
+    are of its GPU's memory, and its single figure is what is reserved."""
+    values, unit = re.findall(r"[\d.]+", row["peak_memory"]), row["peak_memory_unit"]
+    whole = re.fullmatch(r"% of ([\d.]+) GiB", unit)
+    if whole:
+        for metric, value in zip(("peak active memory", RESERVED_METRIC), values, strict=True):
+            yield metric, f"{float(value) / 100 * float(whole[1]):.2f}", "GiB"
+    else:
+        metric = "peak memory" if row["peak_memory_kind"] == "allocated" else RESERVED_METRIC
+        yield metric, values[0], "GiB" if "Kempner" in row["source"] else unit
+
+
+def compared() -> list[Compared]:
+    """The published figures beside their predictions."""
+    return [compared_of(*each) for each in rows()]
+
+
+def compared_of(row: Row, published: Published, written: Written) -> Compared:
+    """The published figure beside its prediction."""
+    at, slowest = held(program(written), published.on.name, written.ranks)["done"]
+    predicted = getattr(at, FIGURES[row["metric"]])
+    value = float(row["value"]) * UNITS[row["unit"]]
+    return Compared(row, published.on.name, value, predicted, max(at.peak_reserved, slowest.peak_reserved))
+
+
+def not_written() -> Iterator[tuple[str, list[int], str]]:
+    """By source and reason: the lines of the file whose memory is not predicted."""
+    why: dict[tuple[str, str], list[int]] = {}
+    for line, row in numbered():
+        if row["peak_memory"]:
+            found = published_of(line, row)
+            if found is None:
+                why.setdefault((row["source"], why_unknown(row)), []).append(line)
+            elif written_of(found) is None:
+                reason = next(reason for source, reason in OTHERS.items() if source in row["source"])
+                why.setdefault((row["source"], reason), []).append(line)
+    for (source, reason), lines in why.items():
+        yield source, lines, reason
