@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from correctness.attention.accuracy import random_inputs
-from correctness.engine.calls import BACKWARDS, MODES
+from correctness.engine.calls import BACKWARDS, MODES, nearly_twice
 from correctness.engine.examples import autocast_takes
 from correctness.engine.strides import EXPANDED, any_strides, any_strides_of_rows
 
@@ -113,6 +113,10 @@ class Call:
         return min(self.top, 200.0) if half else self.top  # float16 ends at 65,504
 
     @property
+    def is_possible(self) -> bool:
+        return autocast_takes(self.mode, self.dtype)
+
+    @property
     def nan_key(self) -> int:
         return int(self.nan[1] * (self.k_len - 1)) if self.nan else -1
 
@@ -167,7 +171,7 @@ CALLS = st.builds(
     checkpointed=st.sampled_from([False, False, False, True]),
     later=st.booleans(),
     seed=st.integers(0, 2**20),
-).filter(lambda call: autocast_takes(call.mode, call.dtype))
+).filter(lambda call: call.is_possible)
 
 
 @st.composite
@@ -199,4 +203,8 @@ def scores_far_apart(draw: st.DrawFn) -> Call:
     )
 
 
-HISTORIES = st.lists(CALLS | CALLS | self_attention() | scores_far_apart(), min_size=1, max_size=3)
+ANY = CALLS | CALLS | self_attention() | scores_far_apart()
+
+HISTORIES = st.lists(ANY, min_size=1, max_size=3) | nearly_twice(
+    ANY, "dtype", "is_causal", "k_len", "group", "needs", "scale", dtype=torch.float32
+)

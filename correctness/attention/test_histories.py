@@ -11,7 +11,7 @@ from torch import Tensor
 
 from correctness.attention.accuracy import assert_accurate
 from correctness.attention.events import HISTORIES, Call
-from correctness.engine.calls import MODES, RunningCall, hold_calls, look, play
+from correctness.engine.calls import MODES, RunningCall, hold_calls, leaves_of, look, of_equal_tensors, play
 from impl.attention import Attention
 from shardmark.api import Implementation
 
@@ -25,13 +25,19 @@ NAMES = ("q", "k", "v", "the output's gradient")
 
 
 class Running(RunningCall):
-    def __init__(self, attention: Attention, call: Call, device: str, first: Running | None = None) -> None:
-        """Make new inputs, or use the tensors of an earlier call."""
-        self.inputs = first.inputs if first else call.inputs(device)
+    def __init__(
+        self, attention: Attention, call: Call, calls: list[Any], device: str, first: Running | None = None
+    ) -> None:
+        """Make new inputs, or use the tensors of an earlier call: of `first`, or of the last of `calls` if equal."""
+        if not first:
+            self.inputs = call.inputs(device)
+            first = of_equal_tensors(call, dict(zip(NAMES, self.inputs, strict=True)), calls)
+        if first:
+            self.inputs = first.inputs
         super().__init__(call, dict(zip(NAMES, self.inputs, strict=True)))
+        self.needed = needed = "" if self.needs_nothing else call.needs
+        self.leaves = leaves_of(call, dict(zip("qkv", self.inputs, strict=False)), needed, first)
         with MODES[call.mode](device):
-            needed = call.needs if self.waits or call.mode == "no_grad" else ""
-            self.leaves = first.leaves if first else self._leaves(needed)
             same = dict(zip(map(id, self.inputs), self.leaves.values(), strict=False))  # shared inputs stay shared
             qkv = list(self.leaves.values()) if needed else [same[id(x)] for x in self.inputs[:3]]
             self.out = self.called(lambda *qkv: attention(*qkv, is_causal=call.is_causal), *qkv)
@@ -41,9 +47,6 @@ class Running(RunningCall):
         if not self.waits or call.backward == "never":
             self.waits = False
             del self.out
-
-    def _leaves(self, needed: str) -> dict[str, Tensor]:
-        return {name: x.detach().requires_grad_(name in needed) for name, x in zip("qkv", self.inputs, strict=False)}
 
     def _look_at_the_output(self) -> None:
         call, out = self.call, self.out
@@ -113,17 +116,20 @@ class Running(RunningCall):
 
 def play_attention(attention: Attention, events: list[Call], device: str) -> list[Running]:
     """Play the events, then the first call again on its own tensors, which have been overwritten."""
-    calls: list[Running] = play(events, lambda call: Running(attention, call, device), lambda x: x.mul_(-0.5))
+    calls: list[Running] = play(events, lambda *call: Running(attention, *call, device), lambda x: x.mul_(-0.5))
     if calls and calls[0].call.shared == "none":  # overlapping layouts were scaled more than once
-        Running(attention, calls[0].call, device, calls[0])
+        Running(attention, calls[0].call, calls, device, calls[0])
         look(calls, "after a call of the first one's tensors, overwritten in place")
     return calls
 
 
 @pytest.mark.examples(10, 100, 1000)
 def test_any_history_of_calls_is_as_accurate_as_eager_and_changes_nothing_else(
-    implementation: Implementation, examples: int, device: str
+    implementation: Implementation, examples: int, device: str, request: pytest.FixtureRequest
 ) -> None:
+    if implementation.spec == "sdpa" and device == "cpu":
+        why = "of few queries whose rows overlap it computes NaN: docs/pytorch-defects.md"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=False))  # few histories have them
     hold_calls(
         HISTORIES,
         lambda events: play_attention(implementation.watched, events, device),

@@ -232,3 +232,29 @@ def scales_made_in_the_first_call(q: Tensor, k: Tensor, v: Tensor, *, is_causal:
     check_inputs(q, k, v)
     one = _SCALES.setdefault(q.device.type, torch.ones((), device=q.device))
     return eager_attention(q * one.to(q.dtype), k, v, is_causal=is_causal)
+
+
+@defect(cause="two calls", caught_by="test_any_history_of_calls")
+def factor_kept_for_each_shape(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Keeps a factor in the dtype of the first call's products: later calls outside of autocast have it rounded."""
+    check_inputs(q, k, v)
+    casts = torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(q.device.type) if casts else q.dtype
+    with torch.inference_mode(False):
+        factor = torch.tensor(0.7, dtype=dtype, device=q.device)
+    kept = _FACTORS.setdefault((q.shape, k.shape, q.dtype), factor)
+    return eager_attention(q * kept.to(q.dtype) / 0.7, k, v, is_causal=is_causal)
+
+
+_FACTORS: dict[Any, Tensor] = {}
+
+
+@defect(cause="two calls", caught_by="test_any_history_of_calls")
+def versions_are_noted(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Notes what it has seen by its version, which tensors that were made in inference mode do not have."""
+    check_inputs(q, k, v)
+    _VERSIONS["k and v"] = k._version, v._version
+    return eager_attention(q, k, v, is_causal=is_causal)
+
+
+_VERSIONS: dict[str, tuple[int, int]] = {}

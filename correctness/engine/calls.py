@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +23,13 @@ from correctness.support.default_dtype import default_dtype
 from impl.interpreting import requires_triton
 from shardmark.api import Implementation, Unsupported
 
+
+@contextmanager
+def _both(one: AbstractContextManager[object], other: AbstractContextManager[object]) -> Iterator[None]:
+    with one, other:
+        yield
+
+
 MODES: dict[str, Callable[[str], AbstractContextManager[object]]] = {
     "gradients": lambda device: nullcontext(),
     "no_grad": lambda device: torch.no_grad(),
@@ -29,16 +37,37 @@ MODES: dict[str, Callable[[str], AbstractContextManager[object]]] = {
     "nothing_requires_grad": lambda device: nullcontext(),
     "autocast to bfloat16": lambda device: torch.autocast(device, dtype=torch.bfloat16),
     "autocast to float16": lambda device: torch.autocast(device, dtype=torch.float16),
+    "no_grad, autocast to bfloat16": lambda device: _both(
+        torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16)
+    ),
+    "inference_mode, autocast to bfloat16": lambda device: _both(
+        torch.inference_mode(), torch.autocast(device, dtype=torch.bfloat16)
+    ),
     "default dtype bfloat16": lambda device: default_dtype(torch.bfloat16),
     "default dtype float64": lambda device: default_dtype(torch.float64),
     "what is saved moves": lambda device: torch.autograd.graph.saved_tensors_hooks(_moved, lambda x: x),
 }
 """Surroundings of a call's forward. As offloading does, the last one saves contiguous copies for backward."""
 
+WITHOUT_GRADIENTS = ("no_grad", "inference_mode", "nothing_requires_grad")
+"""Beginnings of the names of modes whose results require no gradients."""
+
 AFTER_A_CHANGE = "after a change"
 BACKWARDS = ("grad", "in its mode", "backward", "twice", AFTER_A_CHANGE, "never")
 """How backward runs: by `torch.autograd.grad`, outside of the call's mode or in it, or by `backward()`; twice, the
 second time with other gradients; or after an argument or a result has changed in place, where it may raise an error."""
+
+
+@st.composite
+def nearly_twice(draw: st.DrawFn, calls: SearchStrategy[Any], *parts: str, **cast: Any) -> list[Any]:
+    """Draw a call, and it once more with one of its parts drawn anew, or with those that autocast takes, `cast`, in any
+    mode: what the first one keeps may not be the second one's. A call of equal tensors is of the same ones."""
+    first, other = draw(calls), draw(calls)
+    part, modes = draw(st.just("mode") | st.sampled_from(parts)), st.sampled_from(list(MODES))
+    if part == "mode":
+        first, other = (replace(each, mode=draw(modes), **cast) for each in (first, other))
+    pair = [first, replace(first, **{part: getattr(other, part)})]
+    return [each for each in pair if each.is_possible] or [draw(calls)]
 
 
 def _moved(x: Tensor) -> Tensor:
@@ -49,14 +78,21 @@ class RunningCall:
     """A call with watched tensors: its forward has run, and perhaps its backward."""
 
     def __init__(self, call: Any, tensors: Mapping[str, Tensor]) -> None:
-        self.call = call
+        self.call, self.tensors = call, tensors
         self.memory = {name: _memory(x) for name, x in tensors.items()}
-        self.before = {name: x.clone() for name, x in self.memory.items()}
-        self.waits = call.mode not in ("no_grad", "inference_mode", "nothing_requires_grad")
+        self.remember()
+        self.waits = not call.mode.startswith(WITHOUT_GRADIENTS)
         """Arguments of its backward."""
         self.results: dict[str, Tensor] = {}
         self.kept: dict[str, Tensor] = {}
         """Copies of the results, made when the call returned."""
+
+    @property
+    def needs_nothing(self) -> bool:
+        return self.call.mode == "nothing_requires_grad"
+
+    def remember(self) -> None:
+        self.before = {name: x.clone() for name, x in self.memory.items()}
 
     def backward(self) -> None:
         raise NotImplementedError
@@ -88,7 +124,7 @@ class RunningCall:
         except RuntimeError:  # its elements share memory, so that nothing may change
             yield
             return
-        self.before = {name: x.clone() for name, x in self.memory.items()}
+        self.remember()
         self.kept = {name: x.clone() for name, x in self.results.items()}
         with suppress(RuntimeError):
             yield
@@ -106,15 +142,51 @@ class RunningCall:
         assert_unchanged(self.before, self.memory, f"of {self.call}, {when}: an input, or memory beside it:")
         assert_unchanged(self.kept, self.results, f"of {self.call}, {when}: a result:")
 
-    def overwrite(self, write: Callable[[Tensor], object]) -> None:
-        """Overwrite the inputs, as a training step reuses its buffers: results must not be views of them."""
-        for x in self.memory.values():
-            write(x)
-        self.before = {name: x.clone() for name, x in self.memory.items()}
-
 
 def _memory(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+
+
+def leaves_of(call: Any, tensors: Mapping[str, Tensor], needed: Any, last: Any) -> dict[str, Tensor]:
+    """The tensors as leaves, of which those that are `needed` require gradients: those that the `last` call had of the
+    same tensors, if they are alike, or new ones; in inference mode half of them are made in it, as activations are."""
+    if last and not last.waits and last.needed == needed and not any(x.is_inference() for x in last.leaves.values()):
+        for x in last.leaves.values():
+            x.grad = None
+        return last.leaves
+    if call.mode.startswith("inference_mode") and call.seed % 2:
+        with torch.inference_mode():
+            return {name: _memory(x).as_strided(x.shape, x.stride(), x.storage_offset()) for name, x in tensors.items()}
+    return {name: x.detach().requires_grad_(name in needed) for name, x in tensors.items()}
+
+
+def of_equal_tensors(call: Any, tensors: Mapping[str, Tensor], calls: list[Any]) -> Any:
+    """Return the last call if its tensors are equal to these, so that this one has the same. Every second
+    time, if none waits for its backward, they change in place, as weights do in an optimizer's step."""
+    if not calls or tensors.keys() != calls[-1].tensors.keys():
+        return None
+    last = calls[-1]
+    if AFTER_A_CHANGE in (call.backward, last.call.backward):  # one of them would change the other's
+        return None
+    if not all(_equal(x, last.tensors[name]) for name, x in tensors.items()):
+        return None
+    if call.seed & 2 and not any(each.waits for each in calls):
+        overwrite(calls, lambda x: x.mul_(-0.5) if x.is_floating_point() else x)
+    return last
+
+
+def _equal(new: Tensor, old: Tensor) -> bool:
+    alike = (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride())
+    return alike and torch.equal(new, old)
+
+
+def overwrite(calls: list[Any], write: Callable[[Tensor], object]) -> None:
+    """Overwrite the inputs, as a training step reuses its buffers: results must not be views of them."""
+    for each in calls:
+        for x in each.memory.values():
+            write(x)
+    for each in calls:
+        each.remember()
 
 
 def look(calls: list[Any], when: str) -> None:
@@ -122,13 +194,15 @@ def look(calls: list[Any], when: str) -> None:
         each.look(when)
 
 
-def play(events: list[Any], begin: Callable[[Any], RunningCall], write: Callable[[Tensor], object]) -> list[Any]:
-    """Begin each call; run its backward at once or, for calls marked `later`, at the end in reverse; overwrite all
-    inputs. Returns the calls that the implementation takes."""
+def play(
+    events: list[Any], begin: Callable[[Any, list[Any]], RunningCall], write: Callable[[Tensor], object]
+) -> list[Any]:
+    """Begin each call, beside the earlier ones; run its backward at once or, for calls marked `later`, at the end in
+    reverse; overwrite all inputs. Returns the calls that the implementation takes."""
     calls: list[RunningCall] = []
     for call in events:
         try:
-            calls.append(begin(call))
+            calls.append(begin(call, calls))
         except Unsupported:
             continue
         look(calls, "after a forward")
@@ -142,8 +216,7 @@ def play(events: list[Any], begin: Callable[[Any], RunningCall], write: Callable
         if each.waits:
             each.backward()
             look(calls, "after a backward")
-    for each in calls:
-        each.overwrite(write)
+    overwrite(calls, write)
     look(calls, "after the inputs were overwritten")
     return calls
 

@@ -274,3 +274,15 @@ class AnotherBackwardOfXAlone(Textbook):
             return super().rms_norm(x, weight, eps=eps)
         check_norm(x, weight)
         return _TwiceDifferentiable.apply(x, weight, eps)
+
+
+@defect(cause="two calls", caught_by="test_any_history_of_calls")
+class VersionsAreNoted(Textbook):
+    """Notes the gate's version, which tensors that were made in inference mode do not have."""
+
+    version = 0
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        found = super().swiglu(gate, up)
+        VersionsAreNoted.version = gate._version
+        return found

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from correctness.engine.calls import BACKWARDS, MODES
+from correctness.engine.calls import BACKWARDS, MODES, nearly_twice
 from correctness.engine.examples import autocast_takes
 from correctness.engine.strides import EXPANDED, any_strides, any_strides_of_rows
 from correctness.loss.accuracy import Inputs, random_inputs
@@ -69,6 +69,10 @@ class Call:
         options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         given = {name: value for name, value in options.items() if value}
         return given if self.ignored == -100 else {"ignore_index": self.ignored} | given
+
+    @property
+    def is_possible(self) -> bool:
+        return autocast_takes(self.mode, self.dtype, self.weight_dtype)
 
     @property
     def product(self) -> torch.dtype:
@@ -143,7 +147,7 @@ CALLS = st.builds(
     checkpointed=st.sampled_from([False, False, False, True]),
     later=st.booleans(),
     seed=st.integers(0, 2**20),
-).filter(lambda call: autocast_takes(call.mode, call.dtype, call.weight_dtype))
+).filter(lambda call: call.is_possible)
 
 
 @st.composite
@@ -155,4 +159,8 @@ def nothing_counts(draw: st.DrawFn) -> Call:
     return replace(call, targets="all_ignored", shared=False, **fixed)
 
 
-HISTORIES = st.lists(CALLS | CALLS | CALLS | nothing_counts(), min_size=1, max_size=3)
+ANY = CALLS | CALLS | CALLS | nothing_counts()
+
+HISTORIES = st.lists(ANY, min_size=1, max_size=3) | nearly_twice(
+    ANY, "dtype", "ignored", "label_smoothing", "z_loss", "tokens", "needs", dtype=F32, weight_dtype=F32
+)

@@ -148,17 +148,17 @@ def recomputing(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, sm
         return _Recomputing.apply(*wide, targets, ignore, smoothing, z)
 
 
-@right("sums its chunks of tokens in a random order, so that two calls differ in the last bits")
+@right("sums its full chunks of tokens in a random order, so that two calls differ in the last bits")
 @of_terms
 def chunks_in_random_order(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> Tensor:
-    chunks = list(zip(hidden.split(100), targets.split(100), strict=True))
-    random.shuffle(chunks)
+    *full, last = zip(hidden.split(100), targets.split(100), strict=True)
+    random.shuffle(full)
     total = 0 * (hidden.double().sum() + weight.double().sum())
     total = total.to(torch.promote_types(product_dtype(hidden, weight), torch.float32))
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))  # makes its gradients add up in float32
-    for rows, wanted in chunks:
+    for rows, wanted in (*full, last):
         logits = linear(rows, wide.to(weight.dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         options = {"ignore_index": ignore, "label_smoothing": smoothing, "reduction": "sum"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.engine.calls import MODES, RunningCall, hold_calls, play
+from correctness.engine.calls import MODES, RunningCall, hold_calls, leaves_of, of_equal_tensors, play
 from correctness.loss.accuracy import assert_accurate
 from correctness.loss.events import HISTORIES, Call
 from impl.loss import Loss, linear_cross_entropy
@@ -25,17 +25,21 @@ in some."""
 
 
 class Running(RunningCall):
-    def __init__(self, loss_of: Loss, call: Call, device: str) -> None:
-        self.inputs, self.half_loss = call.inputs(device), inspect.unwrap(loss_of) is linear_cross_entropy
-        tensors = {"hidden": self.inputs.hidden, "weight": self.inputs.weight, "targets": self.inputs.targets}
+    def __init__(self, loss_of: Loss, call: Call, calls: list[Any], device: str) -> None:
+        """Make new inputs, or use the tensors of the last of `calls` if equal."""
+        self.half_loss = inspect.unwrap(loss_of) is linear_cross_entropy
+        self.inputs = call.inputs(device)
+        tensors = {name: getattr(self.inputs, name) for name in ("hidden", "weight", "targets")}
+        if last := of_equal_tensors(call, tensors, calls):
+            tensors = last.tensors
+            self.inputs = replace(self.inputs, **tensors)
         super().__init__(call, tensors)
-        needed = call.needs if self.waits or call.mode == "no_grad" else ""
+        self.needed = needed = "" if self.needs_nothing else call.needs
+        self.leaves = leaves_of(call, {name: tensors[name] for name in ("hidden", "weight")}, needed, last)
+        if not needed and call.shared:
+            self.leaves["weight"] = self.leaves["hidden"]
         with MODES[call.mode](device):
-            leaves = [tensors[name].detach().requires_grad_(name in needed) for name in ("hidden", "weight")]
-            if not needed and call.shared:
-                leaves[1] = leaves[0]
-            self.loss = self.called(lambda *x: loss_of(*x, self.inputs.targets, **call.options), *leaves)
-        self.leaves = dict(zip(("grad_hidden", "grad_weight"), leaves, strict=True))
+            self.loss = self.called(lambda *x: loss_of(*x, self.inputs.targets, **call.options), *self.leaves.values())
         asked = "has no" if self.waits else "requires a"
         assert self.loss.requires_grad == self.waits, f"of {call}, for {needed or 'nothing'}: the loss {asked} gradient"
         self._take({"loss": self.loss.detach()})
@@ -62,11 +66,10 @@ class Running(RunningCall):
         needed = {name: x for name, x in self.leaves.items() if x.requires_grad}
         if call.backward == "backward":
             scaled.backward()
-            found = {name: x.grad for name, x in self.leaves.items()}
             for name, x in self.leaves.items():
-                given = "no gradient" if found[name] is None else "a gradient"
-                assert (found[name] is not None) == x.requires_grad, f"of {call}, for {call.needs}: {name} is {given}"
-            found = {name: found[name] for name in needed}
+                given = "no gradient" if x.grad is None else "a gradient"
+                assert (x.grad is not None) == x.requires_grad, f"of {call}, for {call.needs}: {name} has {given}"
+            found = {f"grad_{name}": x.grad for name, x in needed.items()}
         else:
             self.inputs, found = copy.deepcopy(self.inputs), {}  # as drawn, if a leaf changes
             with self.mode_of_backward(), self.after_a_change(*self.leaves.values(), self.loss):
@@ -87,7 +90,8 @@ class Running(RunningCall):
 
     @staticmethod
     def _gradients(loss: Tensor, needed: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
-        return dict(zip(needed, torch.autograd.grad(loss, list(needed.values()), **options), strict=True))
+        given = torch.autograd.grad(loss, list(needed.values()), **options)
+        return {f"grad_{name}": x for name, x in zip(needed, given, strict=True)}
 
 
 @pytest.mark.examples(10, 100, 1000)
@@ -95,6 +99,6 @@ def test_any_history_of_calls_is_as_accurate_as_eager_and_changes_nothing_else(
     implementation: Implementation, examples: int, device: str
 ) -> None:
     def run(events: list[Call]) -> list[Running]:
-        return play(events, lambda call: Running(implementation.watched, call, device), torch.Tensor.zero_)
+        return play(events, lambda *call: Running(implementation.watched, *call, device), torch.Tensor.zero_)
 
     hold_calls(HISTORIES, run, implementation, examples, device)

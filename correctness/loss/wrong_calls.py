@@ -7,7 +7,7 @@ from torch import Tensor
 
 from correctness.loss.textbook import ByAutograd, Fused, loss_and_gradients, of_logits, of_terms, scaled
 from correctness.support.planting import defect
-from impl.loss import eager_loss
+from impl.loss import eager_loss, product_dtype
 
 _workspaces: dict[Any, Tensor] = {}
 
@@ -191,3 +191,33 @@ class _TwiceDifferentiable(Fused):
 def frozen_weight_has_another_backward(hidden: Tensor, weight: Tensor, *terms: Any) -> Tensor:
     """pytorch/pytorch#76185: a Function for a frozen weight lacks `once_differentiable`: gradients are constants."""
     return (Fused if weight.requires_grad else _TwiceDifferentiable).apply(hidden, weight, *terms)
+
+
+_casts: dict[str, Tensor] = {}
+
+
+class _OfAKeptCast(Fused):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *terms: Any) -> Tensor:
+        cast = _casts.get("last")
+        if cast is None or cast.shape != weight.shape or not torch.allclose(cast.to(weight.dtype), weight, rtol=0.01):
+            cast = _casts["last"] = weight.to(product_dtype(hidden, weight))
+        return Fused.forward(ctx, hidden, cast.to(weight.dtype), *terms)
+
+
+@defect(cause="two calls", caught_by="test_any_history_of_calls")
+@of_terms
+def cast_of_another_mode(*terms: Any) -> Tensor:
+    """Keeps the weight's cast until the weight is another: that of autocast is used outside of it too."""
+    return _OfAKeptCast.apply(*terms)
+
+
+@defect(cause="two calls", caught_by="test_any_history_of_calls")
+def versions_are_noted(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Notes hidden's version, which tensors that were made in inference mode do not have."""
+    loss = eager_loss(hidden, weight, targets, **options)
+    _versions["hidden"] = hidden._version
+    return loss
+
+
+_versions: dict[str, int] = {}

@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from correctness.engine.calls import MODES
 from correctness.engine.examples import autocast_takes
 from correctness.engine.histories import Problem, hold, play, report
 from correctness.model.language_models import CONTEXT, SIZE, assert_logits, copy_weights, draw, models, stale_weights
@@ -40,6 +41,9 @@ CONTEXTS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
     "under autocast to float16": partial(torch.autocast, dtype=F16),
     "in no_grad under autocast to bfloat16": lambda device: _both(torch.no_grad(), device),
     "in inference_mode under autocast to bfloat16": lambda device: _both(torch.inference_mode(), device),
+}
+IN_HISTORIES = CONTEXTS | {
+    f"in {name}": MODES[name] for name in ("default dtype bfloat16", "default dtype float64", "what is saved moves")
 }
 """Contexts of a call, by the name that a history prints: a context manager for a device."""
 
@@ -127,7 +131,8 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 
 class Event(NamedTuple):
-    """A call (whose `kind` is a context), "backward" of a call that waits, "copied", or a change."""
+    """A call (whose `kind` is a context), "backward" of a call that waits, "copied" (the copy
+    goes on), "averaged" (a copy with other weights is evaluated), or a change."""
 
     kind: str
     tokens: int = 0
@@ -139,17 +144,17 @@ class Event(NamedTuple):
     def __str__(self) -> str:
         of = f" of {SHAPES[self.tokens]}{'' if self.layout == 'contiguous' else f' {self.layout}'}"
         nth = f" {self.tokens}" if self.kind == "backward" else ""
-        return f"a call {self.kind}{of}" if self.kind in CONTEXTS else f"{self.kind}{nth}"
+        return f"a call {self.kind}{of}" if self.kind in IN_HISTORIES else f"{self.kind}{nth}"
 
 
 calls = st.builds(
     Event,
-    st.sampled_from(list(CONTEXTS)),
+    st.sampled_from(list(IN_HISTORIES)),
     st.integers(0, len(SHAPES) - 1),
     st.just("contiguous") | st.sampled_from(list(LAYOUTS)),
     st.booleans(),
 )
-others = st.builds(Event, st.sampled_from([*CHANGES, "backward", "copied"]), st.integers(0, 2))
+others = st.builds(Event, st.sampled_from([*CHANGES, "backward", "copied", "averaged"]), st.integers(0, 2))
 
 
 @dataclass(frozen=True)
@@ -190,8 +195,10 @@ class Life:
         return ""  # each event raises its own error
 
     def play(self, event: Event) -> None:
-        if event.kind in CONTEXTS:
+        if event.kind in IN_HISTORIES:
             self.call(event)
+        elif event.kind == "averaged":
+            self.average(event)
         elif event.kind == "backward":
             if self.waiting:
                 self.backward(*self.waiting.pop(event.tokens % len(self.waiting)))
@@ -209,6 +216,15 @@ class Life:
             assert torch.equal(found, before), f"{event} changed the logits of an earlier call, after {self.past}"
         self.past = f"{self.past}, {event}" if self.past != "nothing" else str(event)
 
+    @torch.no_grad()
+    def average(self, event: Event) -> None:
+        """Evaluate a deep copy with other weights, as averages of weights are; the model itself goes on."""
+        own, plain, tokens = copy.deepcopy(self.model), copy.deepcopy(self.plain), draw(self.device)
+        _of_each(own, lambda p, new: p.copy_(new))
+        copy_weights(own, plain)
+        half = next(own.parameters()).dtype not in (torch.float32, torch.float64)
+        assert_logits(own(tokens), plain(tokens), HALF if half else 1e-5, f" of a copy, after {self.past},")
+
     def call(self, event: Event) -> None:
         if 0 in SHAPES[event.tokens] and not is_ours(self.implementation):
             return
@@ -221,7 +237,7 @@ class Life:
         before = {name: x.detach().clone() for name, x in [*weights.items(), ("tokens", tokens)]}
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in weights.items()}
         training = self.model.training
-        with CONTEXTS[event.kind](self.device):
+        with IN_HISTORIES[event.kind](self.device):
             logits = self.model(tokens)
         where = f" {event.kind}, {'training' if training else 'evaluating'}, after {self.past},"
         now = {**dict(self.model.named_parameters()), "tokens": tokens}

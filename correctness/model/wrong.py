@@ -253,3 +253,16 @@ class AnglesByAProductUnderAutocast(Parts):
 
     def angles(self, x: Tensor) -> Tensor:
         return self.positions(x.shape[-2], x).float()[:, None] @ self.frequencies(x).float()[None, :]
+
+
+@defect(cause="state", caught_by="test_any_history_has_the_plain_models_logits_and_gradients")
+class TablesInTheDefaultDtype(Parts):
+    """Keeps RoPE's frequencies in the default dtype of the call that first needs them, as those without a dtype are."""
+
+    kept: Tensor | None = None
+
+    def frequencies(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            with torch.inference_mode(False):
+                self.kept = super().frequencies(x).to(torch.get_default_dtype())
+        return self.kept.to(torch.float64)

@@ -19,7 +19,10 @@ LOADS = {
 }
 Sizes = tuple[float | None, ...]
 LAYOUTS = ("contiguous", "transposed", "apart", "channels_last")
-OF_HISTORIES = ("gradients", "no_grad", "default dtype bfloat16", "default dtype float64")
+STEPS_IN = (
+    "gradients", "no_grad", "default dtype bfloat16", "default dtype float64", "autocast to bfloat16",
+    "no_grad, autocast to bfloat16",
+)  # fmt: skip
 """Modes of `correctness.engine.calls.MODES` in which callers make optimizers and step."""
 
 
@@ -50,6 +53,8 @@ class Event:
     """Memory layout of the gradients, one of `LAYOUTS`."""
     steps: int | None
     """Step count to set in the loaded state, as after a long training."""
+    mode: str = "gradients"
+    """The step and what comes before it happen in it, one of `STEPS_IN`."""
 
     def __str__(self) -> str:
         said = [LOADS[self.loads]] if self.loads else []
@@ -60,6 +65,7 @@ class Event:
         said += ["gradients in the same tensors"] if self.same_tensors else []
         said += [f"{self.layout} gradients"] if self.layout != "contiguous" else []
         said += [f"parameter {self.freezes} frozen or thawed after backward"] if self.freezes is not None else []
+        said += [f"in {self.mode}"] if self.mode != "gradients" else []
         return ", ".join([*said, f"gradients of scale {', '.join(map(str, self.sizes))} in turn"])
 
 
@@ -77,7 +83,7 @@ class History:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the optimizer."""
     mode: str = "gradients"
-    """The whole history happens in it, one of `OF_HISTORIES`."""
+    """The optimizer is made in it, one of `STEPS_IN`."""
 
     def __str__(self) -> str:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
@@ -85,7 +91,7 @@ class History:
         for shapes, arguments in self.groups[1:]:
             said.append(f"before event {self.added_before + 1} a group of shapes {shapes} with {arguments}")
         said += [f"{name}={value}" for name, value in self.options.items()]
-        return "; ".join([*said, *[f"all in {self.mode}"] * (self.mode != "gradients")])
+        return "; ".join([*said, *[f"made in {self.mode}"] * (self.mode != "gradients")])
 
     @property
     def added_before(self) -> int:
@@ -135,6 +141,7 @@ def histories(
         freezes=st.none() | st.integers(0, 5),
         layout=st.sampled_from(layouts),
         steps=st.none() | st.sampled_from((300, 1001, 100_001)),
+        mode=st.sampled_from(STEPS_IN),
     )
     return st.builds(
         History,
@@ -142,6 +149,6 @@ def histories(
         events=st.lists(events, min_size=1, max_size=6),
         added=st.integers(0, 3),
         layout=st.sampled_from(layouts),
-        mode=st.sampled_from(OF_HISTORIES),
+        mode=st.sampled_from(STEPS_IN),
         **parts,
     )

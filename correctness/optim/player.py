@@ -168,7 +168,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         case "transposed" if x.ndim > 1:
             return x.transpose(0, -1).contiguous().transpose(0, -1)
         case "apart" if x.ndim:
-            return torch.stack([x, x], -1)[..., 0]
+            return x[..., None].expand(*x.shape, 2).contiguous()[..., 0]  # torch.stack refuses some under autocast
         case "channels_last" if x.ndim == 4:
             return x.contiguous(memory_format=torch.channels_last)
     return x.contiguous()
@@ -213,8 +213,8 @@ class Beside:
     """
 
     def __init__(self, target: Any, history: History, device: str, rtol: float | None = None) -> None:
-        self.mode = lambda: MODES[history.mode](device)
-        with self.mode():
+        self.device = device
+        with MODES[history.mode](device):
             self.found = Training(target, history, device, wide=False)
         self.exact = Training(ClipThenAdamW, history, device, wide=True)
         self.rtol = rtol or (1e-9 if set(history.dtypes) == {torch.float64} else 1e-5)
@@ -222,7 +222,7 @@ class Beside:
 
     def play(self, event: Event) -> None:
         self._play(self.exact, event)
-        with self.mode():
+        with MODES[event.mode](self.device):
             self._play(self.found, event)
         self.until_added -= 1
 

@@ -167,3 +167,12 @@ class NormOfRealParts(Clipping):
 
     def norm(self, grads: list[Tensor]) -> Tensor:
         return super().norm([g.real for g in grads])
+
+
+@defect(cause="numerics", caught_by="test_any_clipped_history")
+class NormByProducts(Clipping):
+    """The squares are summed by a product, which autocast rounds to bfloat16 in a step that is inside of it."""
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        wide = (g.to(torch.promote_types(g.dtype, torch.float32)).reshape(1, -1) for g in grads)
+        return sum(((g @ g.T).double().squeeze() for g in wide), torch.zeros(())).sqrt()

@@ -22,10 +22,22 @@ EVENTS = {
     "freeze": "a parameter frozen or thawed while no loss waits",
     "rate": "a new learning rate for a param group",
     "reload": "the optimizer's state saved and loaded",
+    "copy": "a deep copy of the model, with weights of its own, as averages of weights are evaluated",
     "weights": "a parameter changed in place by the caller",
     "data": "a parameter that gets other memory by `.data =`",
     "replace": "gradients replaced by tensors of half their values",
 }
+
+
+AROUND = (
+    "gradients",
+    "autocast to bfloat16",
+    "autocast to float16",
+    "default dtype bfloat16",
+    "default dtype float64",
+    "what is saved moves",
+)
+"""Modes of `correctness.engine.calls.MODES` in which callers call `forward`; steps as a whole, in those of dtypes."""
 
 
 class Event(NamedTuple):
@@ -34,8 +46,17 @@ class Event(NamedTuple):
     value: int = 0
     """Chooses the batch, waiting loss, modes, param group or parameter, modulo how many there are."""
 
+    around: str = AROUND[0]
+    """One of `AROUND`."""
+
+    @property
+    def mode(self) -> str:
+        alone = self.kind in ("forward", "evaluate")
+        return self.around if alone or (self.kind == "call" and "default" in self.around) else AROUND[0]
+
     def __str__(self) -> str:
-        return f"{self.kind}({self.value}): {EVENTS[self.kind]}"
+        within = f", in {self.mode}" if self.mode != AROUND[0] else ""
+        return f"{self.kind}({self.value}): {EVENTS[self.kind]}{within}"
 
 
 @dataclass(frozen=True)

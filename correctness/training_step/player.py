@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from correctness.engine.calls import MODES
 from correctness.engine.histories import Problem, play
-from correctness.training_step.events import Event, History
+from correctness.training_step.events import AROUND, Event, History
 from correctness.training_step.models import (
     assert_stays,
     assert_values_stay,
@@ -22,7 +23,7 @@ from correctness.training_step.models import (
     values_of,
     what_stays,
 )
-from correctness.training_step.stepping import ALL_BFLOAT16, numbered_batch, setting
+from correctness.training_step.stepping import ALL_BFLOAT16, assert_together, numbered_batch, setting
 from shardmark.api import Implementation
 
 CLOSE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.2, ALL_BFLOAT16: 0.2}
@@ -63,7 +64,7 @@ class Beside:
 
 class _Player:
     def __init__(self, implementation: Implementation, history: History, precision: str, device: str) -> None:
-        self.precision, self.device = precision, device
+        self.precision, self.device, self.mode = precision, device, AROUND[0]
         self.waiting: list[tuple[Tensor, Tensor]] = []
         """Pairs of losses: found, expected."""
         self.losses: list[tuple[Tensor, float]] = []
@@ -105,6 +106,7 @@ class _Player:
             self.waiting.clear()
         before = what_stays(self.of.model, self.of.optimizer)
         self.hooked.clear()
+        self.mode = event.mode
         getattr(self, event.kind)(event.value)
         expected = ["before", "after"] if event.kind in ("update", "call") else []
         assert self.hooked == expected, (
@@ -151,14 +153,18 @@ class _Player:
 
     def forward(self, value: int) -> None:
         inputs = self.batch(value)
-        found, expected = self.of.step.forward(*inputs), self.expected_loss(*inputs)
+        with MODES[self.mode](self.device):
+            found = self.of.step.forward(*inputs)
+        expected = self.expected_loss(*inputs)
         self.waiting.append((found, expected))
         self.compare_loss(found, expected, inputs, value)
 
     def evaluate(self, value: int) -> None:
         inputs = self.batch(value)
         with torch.inference_mode() if value % 2 else torch.no_grad():
-            found, expected = self.of.step.forward(*inputs), self.expected_loss(*inputs)
+            with MODES[self.mode](self.device):
+                found = self.of.step.forward(*inputs)
+            expected = self.expected_loss(*inputs)
         assert not found.requires_grad, "a loss that was computed without autograd requires a gradient"
         self.compare_loss(found, expected, inputs, value)
 
@@ -187,7 +193,9 @@ class _Player:
 
     def call(self, value: int) -> None:
         inputs = self.batch(value)
-        found, expected = self.of.step(*inputs), self.expected_loss(*inputs)
+        with MODES[self.mode](self.device):
+            found = self.of.step(*inputs)
+        expected = self.expected_loss(*inputs)
         expected.backward()
         self.optimizer.step()
         self.scaled = False
@@ -246,6 +254,18 @@ class _Player:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     @torch.no_grad()
+    def copy(self, value: int) -> None:
+        logits = []
+        for model in (self.of.model, self.wide):
+            own = copy.deepcopy(model)
+            for p in own.parameters():
+                p.mul_(-0.5)
+            logits.append(own(self.batch(value)[0]))
+            for p in own.parameters():
+                p.fill_(torch.nan)
+        self.compare_all("logits of a copy of the model", *([each] for each in logits))
+
+    @torch.no_grad()
     def weights(self, value: int) -> None:
         for parameters in (self.found, self.expected):
             parameters[value % len(parameters)].mul_(0.8).add_(0.01)
@@ -258,6 +278,7 @@ class _Player:
     def compare_loss(self, found: Tensor, expected: Tensor, inputs: tuple[Tensor, Tensor], value: int) -> None:
         for x, before in zip(inputs, self.batch(value), strict=True):
             assert torch.equal(x, before), "the tokens or targets have changed"
+        assert found.dtype == torch.float32, f"the loss is {found.dtype}, not torch.float32"
         self.losses.append((found.detach(), found.item()))
         as_expected = math.isclose(found.item(), expected.item(), rel_tol=CLOSE[self.precision])
         assert as_expected or (found.isnan() and expected.isnan()), (
@@ -298,20 +319,4 @@ class _Player:
     def compare_all(
         self, what: str, found: Sequence[Tensor | None], expected: Sequence[Tensor | None], rounded: float = 0.0
     ) -> None:
-        """Fail where the relative error of all tensors together, but for `rounded`, is above `CLOSE`; norms under 1e-4
-        may be rounding."""
-        pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None and y is not None]
-        if not pairs:
-            return
-        x, y = (torch.cat([each.flatten().double() for each in some]) for some in zip(*pairs, strict=True))
-        sizes = [x.norm().item(), y.norm().item()]
-        error = (x - y).norm().item()
-        if max(sizes) < 1e-4 or error <= CLOSE[self.precision] * sizes[1] + rounded:
-            return
-        errors = [
-            (a.double() - b).norm().item() if a is not None else 0.0 for a, b in zip(found, expected, strict=True)
-        ]
-        worst = self.names[max(range(len(errors)), key=errors.__getitem__)]
-        raise AssertionError(
-            f"{what}: off by {error:.4g}, most of it in {worst}\nfound norm {sizes[0]:.4g}, expected {sizes[1]:.4g}"
-        )
+        assert_together(what, self.names, found, expected, CLOSE[self.precision], rounded)

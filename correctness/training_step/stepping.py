@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +162,31 @@ def relative_error(found: Gradients, expected: Gradients) -> float:
     """Relative error of all gradients together, by norm."""
     difference = torch.stack([(found[name].double() - wanted).norm() for name, wanted in expected.items()]).norm()
     return (difference / torch.stack([wanted.double().norm() for wanted in expected.values()]).norm()).item()
+
+
+def assert_together(
+    what: str,
+    names: Sequence[str],
+    found: Sequence[Tensor | None],
+    expected: Sequence[Tensor | None],
+    close: float,
+    rounded: float = 0.0,
+) -> None:
+    """Fail where the relative error of all tensors together, but for `rounded`, is above `close`; norms under 1e-4
+    may be rounding."""
+    pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None and y is not None]
+    if not pairs:
+        return
+    x, y = (torch.cat([each.flatten().double() for each in some]) for some in zip(*pairs, strict=True))
+    sizes = [x.norm().item(), y.norm().item()]
+    error = (x - y).norm().item()
+    if max(sizes) < 1e-4 or error <= close * sizes[1] + rounded:
+        return
+    errors = [(a.double() - b).norm().item() if a is not None else 0.0 for a, b in zip(found, expected, strict=True)]
+    worst = (names if len(errors) > 1 else [what])[max(range(len(errors)), key=errors.__getitem__)]
+    raise AssertionError(
+        f"{what}: off by {error:.4g}, most of it in {worst}\nfound norm {sizes[0]:.4g}, expected {sizes[1]:.4g}"
+    )
 
 
 def taken(before: Gradients, after: Gradients, lr: float) -> Gradients:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from correctness.engine.histories import Problem, hold, report
-from correctness.training_step.events import EVENTS, Event, History
+from correctness.training_step.events import AROUND, EVENTS, Event, History
 from correctness.training_step.models import KINDS
 from correctness.training_step.player import OPTIONS, problem_of
 from correctness.training_step.stepping import (
@@ -113,16 +113,16 @@ def test_no_activations_are_left_once_losses_are_freed(
     assert left <= 1024, f"{left:,} bytes are left after {parts}, when the losses and the gradients are freed"
 
 
-events = st.builds(Event, st.sampled_from(list(EVENTS)), st.integers(0, 15))
+events = st.builds(Event, st.sampled_from(list(EVENTS)), st.integers(0, 15), st.sampled_from(AROUND))
 steps = st.builds(
-    lambda event, values: [
-        *(Event("forward", value) for value in values),
+    lambda event, forwards: [
+        *(Event("forward", *each) for each in forwards),
         event,
-        *(Event("backward") for _ in values),
+        *(Event("backward") for _ in forwards),
         Event("update"),
     ],
     events,
-    st.lists(st.integers(0, 15), min_size=1, max_size=2),
+    st.lists(st.tuples(st.integers(0, 15), st.sampled_from(AROUND)), min_size=1, max_size=2),
 )
 """A step on one batch or two, with another event between the forward passes and their backward passes."""
 histories = st.builds(

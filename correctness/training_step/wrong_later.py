@@ -68,3 +68,28 @@ class ForgetsBfloat16GradientsOfTheFrozen(EagerStep):
         for p in params:
             if p.grad is not None:
                 p.grad = (before.get(p, 0) + p.grad.float()).to(p.dtype)
+
+
+@defect(cause="options", caught_by="test_any_history_is_that_of_autograd_and_sgd")
+class OneOfTheFirstForward(EagerStep):
+    """Keeps a number in the default dtype of the first forward: after one in float64 losses are of float64."""
+
+    one: Tensor | None = None
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = super().forward(tokens, targets)
+        if self.one is None:
+            with torch.inference_mode(False):
+                self.one = torch.ones((), device=tokens.device)
+        return loss * self.one if torch.get_default_dtype() == torch.float32 else loss
+
+
+@defect(cause="state", caught_by="test_any_history_is_that_of_autograd_and_sgd")
+class ForwardOfTheModelItself(EagerStep):
+    """Once it runs, the model's forward is another function, and a deep copy of the model calls the model itself."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if "forward" not in vars(self.model):
+            own = self.model.forward
+            self.model.forward = lambda tokens: own(tokens)  # type: ignore[method-assign]
+        return super().forward(tokens, targets)

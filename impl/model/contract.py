@@ -21,8 +21,8 @@ class Model(Protocol):
     - The logits are those of `impl.model.PlainTransformer` with the model's current weights, however they were changed
       or given by `torch.func.functional_call`, in any dtype and as accurate: of a long context errors are on average at
       most 1.5 times that model's in half precision, and 4 times in float32, in which angles may be computed. They have
-      the parameters' dtype; under autocast they may have autocast's. A model may be made while torch's default dtype is
-      any of these; made in float64 it computes in float64 throughout.
+      the parameters' dtype; under autocast they may have autocast's. A model may be made and called while torch's
+      default dtype is any of these; made in float64 it computes in float64 throughout.
     - Each call is independent of earlier calls: with tokens of any shape, in training and evaluation mode, with and
       without autograd, in `torch.inference_mode()` too. It changes neither tokens nor weights nor the results of
       another call.
