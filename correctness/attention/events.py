@@ -23,8 +23,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows_of_more": lambda x: _rows_of_more(x),
     "heads_of_a_projection": lambda x: _rows_of_more(x.transpose(-3, -2)).transpose(-3, -2) if x.ndim > 2 else x,
     **EXPANDED,
-    # In half precision PyTorch's SDPA on a CPU has an error for rows that overlap.
-    "windows": lambda x: _rows_of_more(x) if x.itemsize == 2 else EXPANDED["windows"](x),
+    # PyTorch's SDPA on a CPU has errors for rows that overlap: in half precision, and of fewer rows than columns.
+    "windows": lambda x: (_rows_of_more if x.itemsize == 2 or x.shape[-2] < x.shape[-1] else EXPANDED["windows"])(x),
     "any_strides": any_strides,
     "any_strides_of_rows": any_strides_of_rows,
 }

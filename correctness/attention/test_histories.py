@@ -125,11 +125,8 @@ def play_attention(attention: Attention, events: list[Call], device: str) -> lis
 
 @pytest.mark.examples(10, 100, 1000)
 def test_any_history_of_calls_is_as_accurate_as_eager_and_changes_nothing_else(
-    implementation: Implementation, examples: int, device: str, request: pytest.FixtureRequest
+    implementation: Implementation, examples: int, device: str
 ) -> None:
-    if implementation.spec == "sdpa" and device == "cpu":
-        why = "of few queries whose rows overlap it computes NaN: docs/pytorch-defects.md"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=False))  # few histories have them
     hold_calls(
         HISTORIES,
         lambda events: play_attention(implementation.watched, events, device),
