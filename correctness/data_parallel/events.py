@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -35,8 +36,20 @@ class Event:
     def draw(self, *more: object) -> random.Random:
         return random.Random(" ".join(map(str, (self.seed, *more))))
 
+    @property
+    def autocast(self) -> str:
+        """The part of the event that runs under the caller's autocast to bfloat16: "forward", "all" or none."""
+        passes = "ward" in self.name or self.name == FINISH
+        return self.draw("autocast").choice(["", "", "forward", "all"]) if passes else ""
+
+    def under_autocast(self, part: str, device: str) -> AbstractContextManager[object]:
+        if self.autocast != part:
+            return nullcontext()
+        return torch.autocast(torch.device(device).type, torch.bfloat16)
+
     def __str__(self) -> str:
-        return f"{self.wrapper}: {self.name}"
+        how = {"forward": ", forward under autocast", "all": ", under autocast"}.get(self.autocast, "")
+        return f"{self.wrapper}: {self.name}{how}"
 
 
 @dataclass(frozen=True)
