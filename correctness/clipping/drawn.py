@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from correctness.clipping.gradients import Clipped, differences
+from correctness.support.default_dtype import default_dtype
 from impl.distributed import full
 from shardmark.api import Implementation, Mesh
 
@@ -88,6 +90,17 @@ class Example:
     draws: tuple[Draw, ...]
     max_norm: float
     norm_type: float
+    around: str = "nothing"
+    """One of `AROUND`."""
+
+
+AROUND: dict[str, Callable[[str], AbstractContextManager[object]]] = {
+    "nothing": lambda device: nullcontext(),
+    "autocast": lambda device: torch.autocast(device, torch.bfloat16),
+    "no_grad": lambda device: torch.no_grad(),
+    "another default dtype": lambda device: default_dtype(torch.bfloat16),
+}
+"""The caller's blocks round a clip."""
 
 
 def drawn(seed: int, mesh: Mesh, kind: str) -> Example:
@@ -111,7 +124,9 @@ def drawn(seed: int, mesh: Mesh, kind: str) -> Example:
         )
     if chooses.random() < 0.1:  # as of a part that the loss does not use
         found = [replace(each, size=0.0) for each in found]
-    return Example(tuple(found), chooses.choice([0.0, 1e-3, 1.0, 1.0, 1e9, math.inf]), chooses.choice(norm_types))
+    most, norm_type = chooses.choice([0.0, 1e-3, 1.0, 1.0, 1e9, math.inf]), chooses.choice(norm_types)
+    # Autocast to bfloat16 refuses to concatenate tensors of float16, and there are none.
+    return Example(tuple(found), most, norm_type, chooses.choice([*AROUND, "autocast"]))
 
 
 LARGE = ((701, 401), (262_145,))
@@ -182,7 +197,8 @@ def _with_other_neighbours(mesh: Mesh, kind: str) -> DeviceMesh:
 def _clip(implementation: Implementation, on: DeviceMesh, example: Example) -> tuple[Tensor, list[Tensor]] | None:
     parameters = [draw.on(on) for draw in example.draws]
     try:
-        norm = full(implementation.watched(parameters, example.max_norm, example.norm_type))
+        with AROUND[example.around](on.device_type):
+            norm = full(implementation.watched(parameters, example.max_norm, example.norm_type))
     except Exception:
         if any(draw.dtype.is_complex for draw in example.draws):
             return None

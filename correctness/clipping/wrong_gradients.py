@@ -103,3 +103,14 @@ class RemembersGroups(ByEach):
         mesh, names = gradient.device_mesh, gradient.device_mesh.mesh_dim_names or ()
         dims = [dim for dim, each in enumerate(gradient.placements) if self.cuts(each)]
         return [self.known.setdefault((names[dim], mesh.size(dim)), mesh.get_group(dim)) for dim in dims]
+
+
+@defect(cause="numerics", caught_by="test_gradients_of_all_kinds_count_once")
+class SquaresByAProduct(ByEach):
+    """The caller's autocast is round the whole step, and takes the product of a gradient with itself in bfloat16."""
+
+    def own(self, local: Tensor, norm_type: float) -> Tensor:
+        if norm_type != 2.0:
+            return super().own(local, norm_type)
+        flat = local.flatten().to(torch.promote_types(local.dtype, torch.float32))
+        return (flat @ flat).double()

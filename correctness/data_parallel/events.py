@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -31,12 +32,20 @@ class Event:
     name: str
     wrapper: str
     seed: int
+    autocast: str = ""
+    """The part of it that runs under the caller's autocast to bfloat16: "forward", "all" or none."""
 
     def draw(self, *more: object) -> random.Random:
         return random.Random(" ".join(map(str, (self.seed, *more))))
 
+    def under_autocast(self, part: str, device: str) -> AbstractContextManager[object]:
+        if self.autocast != part:
+            return nullcontext()
+        return torch.autocast(torch.device(device).type, torch.bfloat16)
+
     def __str__(self) -> str:
-        return f"{self.wrapper}: {self.name}"
+        how = {"forward": ", forward under autocast", "all": ", under autocast"}.get(self.autocast, "")
+        return f"{self.wrapper}: {self.name}{how}"
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ def histories(draw: st.DrawFn, ranks: int, accepted: list[str], limits: Limits) 
     states = {"A": State()}
 
     def event(name: str, wrapper: str) -> Event:
-        return Event(name, wrapper, draw(st.integers(0, 2**40)))
+        return Event(name, wrapper, draw(st.integers(0, 2**40)), draw(autocasts(name, of[wrapper])))
 
     def following() -> list[Event]:
         # Ranks that lack gradients start some collectives in backward and the rest in `finish`.
@@ -138,6 +147,12 @@ def histories(draw: st.DrawFn, ranks: int, accepted: list[str], limits: Limits) 
         names += ["wrap a part"] * (wrapper == part) + [FINISH]
         events += [event(name, wrapper) for name in names]
     return History(of, events, limits)
+
+
+def autocasts(name: str, setting: Setting) -> st.SearchStrategy[str]:
+    """Autocast to bfloat16 refuses to concatenate tensors of float16, as a wrapper may."""
+    without = not (name == FINISH or "ward" in name) or torch.float16 in {kind.dtype for kind in setting.kinds}
+    return st.just("") if without else st.sampled_from(["", "", "forward", "all"])
 
 
 def _possible(state: State, setting: Setting, limits: Limits) -> list[str]:

@@ -41,7 +41,8 @@ class Both:
         wrapper = self.wrappers[event.wrapper]
         if not wrapper.members:
             return
-        wrapper.do(event)
+        with event.under_autocast("all", wrapper.device):
+            wrapper.do(event)
         if event.name == "wrap":
             self.wrapped.append(wrapper)
         for what, bits in wrapper.bits:
@@ -165,7 +166,10 @@ class Wrapper:
         given = [None if weight is None else weight.to(self.device) for weight in weights]
         seen = event.draw(dist.get_rank(), pass_).randrange(100)
         returns = event.draw("returns", pass_).choice([*RETURNS])
-        loss, beside = tensors_of(self.model(given, order=order, seen=seen, returns=returns))
+        with event.under_autocast("forward", self.device):
+            loss, beside = tensors_of(self.model(given, order=order, seen=seen, returns=returns))
+        if self.module.autocast != bool(event.autocast):
+            self.wrong.append("a forward pass does not run under the caller's autocast, or runs under one of its own")
         if beside is not None and beside.requires_grad:
             self.wrong.append(f"returned in {returns}, a tensor that needs no gradient requires one")
         self.returned.append((loss.detach(), loss.detach().clone()))

@@ -106,7 +106,8 @@ class Zoo(nn.Module):
     def forward(
         self, weights: Sequence[Tensor | None], *, order: Sequence[int], seen: float, returns: str = "a loss"
     ) -> Any:
-        """Loss () in float64, in one of `RETURNS`; uses the parameters in the given order."""
+        """Loss () in float64, in one of `RETURNS`; uses the parameters in the given order. Autocast rounds nothing."""
+        self.autocast = torch.is_autocast_enabled(self.calls.device.type)
         for module in (self, self.inner):
             module.calls += 1
             module.seen.fill_(seen)

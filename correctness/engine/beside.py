@@ -56,7 +56,7 @@ class Beside:
     def keep(self, result: Tensor) -> None:
         self.returned.append((result.detach(), result.detach().clone()))
 
-    def differ(self, what: str, found: Tensor | None, expected: Tensor | None) -> None:
+    def differ(self, what: str, found: Tensor | None, expected: Tensor | None, within: float | None = None) -> None:
         """Note a difference, if it is the first; zeros may stand for no gradient."""
         if self.wrong:
             return
@@ -68,7 +68,7 @@ class Beside:
             self.wrong = f"{what} is {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
             return
         error, largest = (found - expected).abs().max(), expected.abs().max().clamp(min=1e-3)
-        if not error <= WITHIN * largest:
+        if not error <= (WITHIN if within is None else within) * largest:
             self.wrong = f"{what} is off by {error / largest:.3g} of its largest value"
 
 

@@ -76,10 +76,13 @@ class History:
     in_groups: bool
     """Even and odd ranks each have their own model, in separate process groups."""
     events: list[Event]
+    autocast: bool = False
+    """Events run under the caller's autocast to bfloat16, which leaves products of float64 alone."""
 
     def __str__(self) -> str:
         options = [f"{name}={getattr(value, '__name__', value)}" for name, value in self.options.items()]
         options += ["even and odd ranks in process groups of their own"] * self.in_groups
+        options += ["under autocast"] * self.autocast
         return "; ".join(["layers: " + str(self.recipe), *options])
 
 
@@ -113,12 +116,14 @@ def histories(draw: st.DrawFn, of: Traits) -> History:
                 kinds += ["step", "step", "clear_gradients", *["save", "load"] * of.saves, *["clip"] * of.clips]
         return event(draw(st.sampled_from(kinds)))
 
-    events = events_of(draw, draw(st.sampled_from([6, 8, 10, 12, 14, 16, 20, 24])), following)
+    first = [event("evaluate" if of.of_torch else "infer")] * draw(one_in(3))  # as a trainer that tries its validation
+    events = first + events_of(draw, draw(st.sampled_from([6, 8, 10, 12, 14, 16, 20, 24])), following)
     if of.of_torch and waiting:
         events.append(event("backward"))
     unused = [] if of.of_torch else ["forward"]  # a forward without backward
     events += [event(kind) for kind in ("forward", "backward", "finish", *unused, "step", "evaluate", "gather")]
-    return History(draw(recipes(of.without, of.recomputes)), options, in_groups, events)
+    autocast = not {"compute_dtype", "reduce_dtype"} & options.keys() and draw(one_in(3))
+    return History(draw(recipes(of.without, of.recomputes)), options, in_groups, events, autocast)
 
 
 class Beside:
@@ -148,7 +153,9 @@ class Beside:
         self.optimizers = SGDs(self.model, self.plain)
 
     def play(self, event: Event) -> None:
-        found = getattr(self, event.kind)(*[event.value] * (event.kind in VALUED))
+        autocast = self.history.autocast and exact() == torch.float64
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=autocast):
+            found = getattr(self, event.kind)(*[event.value] * (event.kind in VALUED))
         self.wrong = self.wrong or found or ""
 
     def problem(self) -> str:

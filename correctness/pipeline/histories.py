@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from correctness.engine import beside
 from correctness.engine.histories import events_of, one_in
+from correctness.engine.precision import EXACT, Precision, precisions
 from correctness.pipeline.plain import CONTEXT, HIDDEN, VOCABULARY
 from correctness.pipeline.stages import Tensors, loss
 from correctness.pipeline.training import group_of, named
@@ -22,7 +23,7 @@ from correctness.support.default_dtype import default_dtype
 from impl.mesh.decoder import IGNORED
 from shardmark.api import Implementation, Mesh, Unsupported
 
-MOST_STAGES = 8
+MOST_STAGES = 9
 
 OUTPUTS = (
     "rows", "number", "expanded", "rounded", "integers", "few bits", "mask", "constant", "at times", "given",
@@ -43,6 +44,7 @@ a layer that nobody calls; a weight that is in two layers; and a layer that some
 class Event(beside.Event):
     WORDS = beside.ParametersChange.WORDS | {
         "step": "a step",
+        "evaluate": "the caller passes a micro-batch through the stages, without autograd",
         "update": "each parameter takes a step of its gradient",
     }
 
@@ -80,12 +82,14 @@ class History:
     frozen: tuple[int, ...]
     """Numbers of the parameters that are frozen from the start; a stage's begin at five times its own."""
     events: list[Event]
+    precision: Precision = EXACT
 
     def __str__(self) -> str:
         words = [f"{self.micro_batches} micro-batches{' of any rows' * self.unequal}"]
         words += [f"stage {i} gives {each}" for i, each in enumerate(self.boundaries[: self.mesh.size - 1])]
         words += [f"stage {i} has {', '.join(each)}" for i, each in enumerate(self.unusual) if each]
         words += [f"parameters {', '.join(map(str, self.frozen))} frozen"] * bool(self.frozen)
+        words += [f"in {self.precision}"] * (self.precision != EXACT)
         return "; ".join(words)
 
 
@@ -97,7 +101,18 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
         place, used = draw(st.integers(0, len(beside))), draw(st.integers(0, 7))
         return Boundary(2 * draw(st.integers(1, 4)), beside, place, transposed, folded, used)
 
-    kinds = ["step"] * 4 + ["update", "update", "clear", "zero", "scale", "weights", "mode", "freeze", "freeze"]
+    kinds = ["step"] * 4 + [
+        "evaluate",
+        "update",
+        "update",
+        "clear",
+        "zero",
+        "scale",
+        "weights",
+        "mode",
+        "freeze",
+        "freeze",
+    ]
     events = events_of(
         draw, draw(st.sampled_from([2, 4, 6, 8])), lambda: Event(draw(st.sampled_from(kinds)), draw(st.integers(0, 99)))
     )
@@ -106,7 +121,7 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
     unusual = tuple(tuple(way for way in UNUSUAL if draw(one_in(6))) for _ in range(MOST_STAGES))
     count, unequal = draw(st.integers(1, 6)), draw(one_in(2))
     events.append(Event("step", draw(st.integers(0, 99))))
-    return History(mesh, count, unequal, boundaries, unusual, frozen, events)
+    return History(mesh, count, unequal, boundaries, unusual, frozen, events, draw(precisions()))
 
 
 class Stage(nn.Module):
@@ -138,10 +153,10 @@ class Stage(nn.Module):
             x = x.transpose(0, 1) if self.before.transposed else x
             more = [each for i, each in enumerate(more) if self.before.used >> i & 1]
         hidden = torch.tanh(self.inner(x.detach() if "cut" in self.unusual else x))
-        if "sometimes" in self.unusual and hidden.detach().sum() > 0:
+        if "sometimes" in self.unusual and _is_time(hidden):
             hidden = torch.tanh(self.more["sometimes"](hidden))
         for each in more:
-            hidden = hidden * (1 + 0.1 * _factor(each))
+            hidden = hidden * (1 + 0.1 * _factor(each)).to(hidden.dtype)
         values = self.outer(hidden)
         if "again" in self.unusual:
             values = values + self.more["again"](hidden.square())
@@ -160,6 +175,11 @@ def _factor(x: Tensor) -> Tensor:
     if x.dim() == 1:
         return torch.sin(x)[:, None, None]
     return torch.sin(x.flatten() @ torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device).cos())
+
+
+def _is_time(hidden: Tensor) -> bool:
+    """In few bits it does not depend on values, whose last bits are those of memory's order."""
+    return bool(hidden.detach().sum() > 0) if hidden.dtype == torch.float64 else len(hidden) % 2 > 0
 
 
 def _beside(what: str, hidden: Tensor, first: Tensor, width: int) -> Tensor:
@@ -183,7 +203,7 @@ def _beside(what: str, hidden: Tensor, first: Tensor, width: int) -> Tensor:
             return torch.linspace(0, 1, len(hidden), device=hidden.device, dtype=hidden.dtype)
         case "at times":
             rows = hidden.square().mean((1, 2))
-            return rows if hidden.detach().sum() > 0 else rows.detach()
+            return rows if _is_time(hidden) else rows.detach()
         case "given":  # in a half the order of its gradients' sum would show
             return first.double() if first.dtype in (torch.bfloat16, torch.float16) else first
     return hidden[:, :, :0].flatten(1)
@@ -191,7 +211,7 @@ def _beside(what: str, hidden: Tensor, first: Tensor, width: int) -> Tensor:
 
 def build(history: History, device: str, stage: int, stages: int) -> Stage:
     """A stage with the same weights on every rank."""
-    with torch.random.fork_rng(devices=[]), default_dtype(torch.float64):
+    with torch.random.fork_rng(devices=[]), default_dtype(history.precision.dtype):
         torch.manual_seed(70 + stage)
         before = history.boundaries[stage - 1] if stage else None
         after = history.boundaries[stage] if stage < stages - 1 else None
@@ -214,6 +234,12 @@ def batches_of(history: History, seed: int, device: str) -> tuple[list[Tensors],
     return inputs, targets
 
 
+def told(output: Any, target: Tensor) -> Tensor:
+    """The loss, which tells the dtype of logits: under the caller's autocast they are of bfloat16."""
+    logits = output[0] if isinstance(output, tuple) else output
+    return loss(output, target) * (1 + logits.element_size())
+
+
 class Player(beside.ParametersChange):
     """A pipeline's stages on this rank, beside all of them in one process."""
 
@@ -223,7 +249,7 @@ class Player(beside.ParametersChange):
         group, make = group_of(history.mesh, device), partial(build, history, device)
         try:
             self.pipeline: Any = implementation.watched(
-                make, group, history.micro_batches, loss=loss, unequal=history.unequal
+                make, group, history.micro_batches, loss=told, unequal=history.unequal
             )
         except Unsupported:
             self.is_refused = True
@@ -241,18 +267,33 @@ class Player(beside.ParametersChange):
         return [*self.reference.values(), *self.pipeline.modules.values()]
 
     def step(self, value: int) -> None:
-        given = batches_of(self.history, value, self.device)
-        with left_as_they_are([*zip(*given, strict=True)]):
+        given, precision = batches_of(self.history, value, self.device), self.history.precision
+        with left_as_they_are([*zip(*given, strict=True)]), precision.around(self.device):
             found = self.pipeline.step(*given)
-        expected = sum(loss(self._passed(x), y) for x, y in zip(*given, strict=True))
-        if isinstance(expected, Tensor) and expected.requires_grad:
-            expected.backward()
+        with precision.around(self.device):
+            expected = sum(told(self._passed(x), y) for x, y in zip(*given, strict=True))
+            if isinstance(expected, Tensor) and expected.requires_grad:
+                expected.backward()
         if isinstance(found, Tensor):
             self.keep(found)
-        self.differ("the loss", *(torch.tensor(float(x), dtype=torch.float64) for x in (found, expected)))
+        both = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (found, expected))
+        self.differ("the loss", *both, within=precision.of_losses)
         for name, (right, *own) in self.both().items():
             for each in own:
-                self.differ(f"the gradient of {name}", each.grad, right.grad)
+                self.differ(f"the gradient of {name}", each.grad, right.grad, precision.within)
+                if precision != EXACT and each.grad is not None and right.grad is not None:
+                    each.grad.copy_(right.grad)  # roundings do not add up
+
+    def evaluate(self, value: int) -> None:
+        (x, *_), _ = batches_of(self.history, value, self.device)
+        with torch.inference_mode() if value % 2 else torch.no_grad(), self.history.precision.around(self.device):
+            for stage, module in self.reference.items():
+                expected, own = module(*x), self.pipeline.modules.get(stage)
+                found = expected if own is None else own(*x)
+                x, others = (each if isinstance(each, tuple) else (each,) for each in (expected, found))
+                for both in zip(others, x, strict=True):
+                    if both[0].numel():
+                        self.differ(f"what stage {stage} returns", *(each.double() for each in both))
 
     def _passed(self, x: Any) -> Any:
         for stage in self.reference.values():

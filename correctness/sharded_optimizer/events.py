@@ -4,6 +4,7 @@ history = History([Group([(5, 3), (7,)])], [Step(), Change(0, {"lr": 0.3}), Step
 check(implementation, world, history, device)  # every rank beside the unsharded optimizer, after each event
 """
 
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -30,24 +31,34 @@ class Step:
     """Indices of parameters frozen after backward: the step updates them nevertheless."""
     transposed: bool = False
     """Gradients with two or more dimensions are not contiguous."""
+    autocast: bool = False
+    """Backward and step run under the caller's autocast to bfloat16."""
+    lacked: tuple[int, ...] = ()
+    """Indices of parameters whose gradients the first rank lacks, where gradients are each rank's own."""
 
     def __str__(self) -> str:
         said = "step(closure)" if self.closure else "step()"
         said += f", no gradients for parameters {list(self.without)}" * bool(self.without)
         said += f", parameters {list(self.freezes)} frozen after backward" * bool(self.freezes)
-        return said + ", gradients transposed" * self.transposed
+        said += f", the first rank lacks gradients of {list(self.lacked)}" * bool(self.lacked)
+        return said + ", gradients transposed" * self.transposed + ", under autocast" * self.autocast
 
     def happens(self, training: Training) -> None:
+        device = torch.device(training.device).type
+        with torch.autocast(device, torch.bfloat16) if self.autocast else nullcontext():
+            self._happens(training)
+
+    def _happens(self, training: Training) -> None:
         calls = 0
 
         def closure() -> float:
             nonlocal calls
             calls += 1
-            training.set_gradients(self.without, self.freezes, self.transposed)
+            training.set_gradients(self.without, self.freezes, self.transposed, self.lacked)
             return 0.5 + calls
 
         if not self.closure:
-            training.set_gradients(self.without, self.freezes, self.transposed)
+            training.set_gradients(self.without, self.freezes, self.transposed, self.lacked)
             training.optimizer.step()
         else:
             loss = training.optimizer.step(closure)
@@ -227,12 +238,11 @@ def histories(draw: DrawFn, most: int = 9, zero_redundancy: bool = False) -> His
         for shapes in (st.lists(st.sampled_from(SHAPES), min_size=n, max_size=4) for n in (0, 1))
     )
     wide, half = torch.float64, torch.bfloat16
-    dtypes = draw(
-        st.sampled_from([[wide], [half], [half, wide]] if optimizer is Wide else [[wide], [wide, torch.float32]])
-    )
+    dtypes = draw(st.sampled_from([[wide], [wide], [wide, torch.float32], [half], [half, wide]]))
     averages = dtypes == [wide] and draw(one_in(3))  # of noise that would be rounded in other dtypes
     frozen = st.just(()) if zero_redundancy or averages else st.just(()) | st.just(()) | _some(8, 3)
-    steps = st.builds(Step, st.just(()) if averages else _some(6, 5), one_in(3), frozen, transposed)
+    lacked = _some(6, 5) if averages else st.just(())
+    steps = st.builds(Step, st.just(()) if averages else _some(6, 5), one_in(3), frozen, transposed, one_in(4), lacked)
     changes = st.builds(Change, st.integers(0, 2), options)
     rare = [st.builds(Add, groups), st.just(Reload()), st.just(Save()), st.just(Restore()), st.just(Clamp())]
     rare += [changes, changes, st.builds(Freeze, st.integers(0, 7))]

@@ -31,7 +31,7 @@ class Beside:
         rtol: float = 1e-10,
     ) -> None:
         make: Make = unsharded if implementation is None else implementation.watched
-        group, own_share = None, None
+        group, place = None, None
         if history.in_groups:
             side, group = even_and_odd_ranks()
             history = replace(history, seed=history.seed + side)
@@ -39,9 +39,9 @@ class Beside:
         exactly = exact() == torch.float64  # in float32 the noise of the ranks would be rounded
         if history.averages and exactly and implementation is not None and implementation.accepts("average_gradients"):
             make = partial(make, average_gradients=True)
-            own_share = dist.get_rank(group) - (dist.get_world_size(group) - 1) / 2
+            place = dist.get_rank(group), dist.get_world_size(group)
         self.rtol = rtol
-        self.found = Training(make, history, device, start, own_share)
+        self.found = Training(make, history, device, start, place)
         self.expected = Training(unsharded, history, device, start)
 
     def play(self, event: Any) -> None:

@@ -77,11 +77,17 @@ class Training:
     """Parameters and an optimizer. Trainings of one history draw the same parameters and gradients."""
 
     def __init__(
-        self, make: Make, history: History, device: str, start: Checkpoint | None = None, own_share: float | None = None
+        self,
+        make: Make,
+        history: History,
+        device: str,
+        start: Checkpoint | None = None,
+        place: tuple[int, int] | None = None,
     ) -> None:
         self.make, self.history, self.device = make, history, device
-        self.own_share = own_share
-        """With `average_gradients`: how far this rank's gradients are from the average, in a drawn noise."""
+        self.place = place
+        """With `average_gradients`: this rank and how many there are. By its place its gradients differ from the
+        average, in a drawn noise."""
         self.draw = torch.Generator().manual_seed(history.seed)
         self.parameters: list[nn.Parameter] = []
         self.group_of: list[int] = []
@@ -121,21 +127,29 @@ class Training:
         bare = [{"params": list(group["params"])} for group in self.optimizer.param_groups]
         return self.make(bare, self.history.optimizer, **self.history.defaults | {"lr": 7.0})
 
-    def set_gradients(self, without: tuple[int, ...], freezes: tuple[int, ...], transposed: bool) -> None:
-        """Draw a gradient for each parameter but those `without`; freeze the parameters `freezes` afterwards."""
+    def set_gradients(
+        self, without: tuple[int, ...], freezes: tuple[int, ...], transposed: bool, lacked: tuple[int, ...] = ()
+    ) -> None:
+        """Draw a gradient for each parameter but those `without`; freeze the parameters `freezes` afterwards. Where
+        gradients are each rank's own, the first of several ranks has none of the parameters `lacked`."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, p in enumerate(self.parameters):
             grad = torch.randn(p.shape, generator=self.draw, dtype=torch.float64).to(p)
             noise = torch.randn(p.shape, generator=self.draw, dtype=torch.float64) if self.history.averages else grad
             grad = laid_out(grad, "transposed") if transposed else grad.contiguous()
             p.grad = grad if p.requires_grad and i not in without else None
-            if self.own_share is not None and p.grad is not None:
-                loss = loss + (p * (grad + self.own_share * noise.to(p))).sum()
+            if self.place is not None and p.grad is not None:
+                rank, ranks = self.place
+                own = grad + (rank - (ranks - 1) / 2) * noise.to(p)
+                if ranks > 1 and i in lacked:
+                    own = grad * ranks / (ranks - 1) if rank else None
+                loss = loss if own is None else loss + (p * own).sum()
                 p.grad = None
             if i in freezes:
                 p.requires_grad_(False)
         if loss.requires_grad:
             loss.backward()
+        if self.place is not None:
             self.optimizer.finish_gradient_synchronization()  # type: ignore[attr-defined]
 
     def values(self) -> list[Tensor]:

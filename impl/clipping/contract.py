@@ -29,8 +29,8 @@ class Clip(Protocol):
     - Gradients are scaled by `max_norm / (norm + 1e-6)` where that is below 1, and otherwise keep their bits. All may
       be zeros, and `max_norm` may be 0 or infinity.
     - A gradient that is not finite gives a norm that is not, on every rank.
-    - The relative error is a few roundings in the gradients' dtype, and the norm of float16 gradients does not
-      overflow.
+    - The relative error is a few roundings in the gradients' dtype, also under the caller's autocast and in any default
+      dtype, and the norm of float16 gradients does not overflow.
 
     Should: memory beside the gradients does not grow with their size.
     """

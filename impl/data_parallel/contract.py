@@ -28,6 +28,7 @@ class DataParallelWrapper(Protocol):
       before, also in a tensor that the user has put there. A second backward outside of `no_sync` before it counts
       too, or is a RuntimeError; also where gradients are cleared between the two backward passes, and where both
       forward passes precede them. To call it again changes nothing.
+    - A call runs under the caller's autocast, which rounds no gradient when it is averaged.
     - An output requires a gradient where the module's own does. Later calls leave what a call has returned as it is.
     - The loss may do with outputs and parameters what it may without the wrapper: change outputs in place, leave some
       out, use parameters itself, take gradients by `torch.autograd.grad` before backward. Parts of the module may be

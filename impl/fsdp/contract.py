@@ -38,7 +38,8 @@ class FullySharded(Protocol):
       user left of it. Parameters that were frozen when wrapped have none, and may be of integers that the backend
       sends; tied ones stay one. Parameters may have been views of one memory.
     - A forward may call a unit several times. Several forwards may precede their backwards, a forward may have no
-      backward or two of them (or the second is an error), and evaluation may come at any time, in inference mode too.
+      backward or two of them (or the second is an error), and evaluation may come at any time, first and in
+      inference mode too. The caller's autocast is about the module's products alone.
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
       is left, and after an evaluation little more. Ranks outside of the group take no part; several models do not
       disturb one another.

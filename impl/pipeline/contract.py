@@ -46,6 +46,7 @@ class Pipeline(Protocol):
     - Take what a stage may return: tensors of any shapes, dtypes and strides, of which some need no gradient, in all or
       in some micro-batches, some are those that it was given, and the next one may use only some. The loss is given
       what the last one returned.
+    - Run passes under the caller's autocast; between steps the caller may call stages, without autograd too.
     - Raise an error of a stage on its rank, and leave nothing of a step but gradients, and messages' buffers.
 
     Stages that change their input in place are not asked.

@@ -48,8 +48,9 @@ class ShardedOptimizerContract(Protocol):
     Should: ValueError for a parameter that is there already, and on every rank for a state that does not fit.
 
     Options of some: with `average_gradients=True` gradients are each rank's own, and the optimizer averages them during
-    backward, in place of a wrapper; it then has `finish_gradient_synchronization`, `finish_parameter_synchronization`
-    and `no_sync`. With `module` the all-gather of updated parameters overlaps that module's next forward.
+    backward, in place of a wrapper: one that a rank lacks counts as zero. It then has
+    `finish_gradient_synchronization`, `finish_parameter_synchronization` and `no_sync`. With `module` the all-gather of
+    updated parameters overlaps that module's next forward.
     """
 
     param_groups: list[dict[str, Any]]
