@@ -160,10 +160,23 @@ def test_the_host_that_waits_is_where_the_device_is() -> None:
             number.item()
             mark("read", of_host=True)
 
-        step = timer.step(waits)
+        step, ahead = timer.step(waits), timer.step(waits, ahead=0.02)
     product = GPU(device()).seconds(Cost(torch.float32, 1.0, 0, (Product(1, 8192, 8192, 8192),)))
     assert step.parts["launched"] == pytest.approx(1e-3, rel=1e-6)
     assert step.parts["read"] == pytest.approx(product, rel=1e-6)
+    assert step.host == pytest.approx(ahead.host, rel=1e-6) == pytest.approx(2e-3, rel=1e-6)
+    assert step.waited == pytest.approx(product - 1e-3, rel=1e-6)
+
+
+def test_an_optimizer_reads_its_counters_without_waiting() -> None:
+    with simulation(on=device(launch=1e-3)) as timer:
+        parameters = [torch.randn(2**20, requires_grad=True) for _ in range(4)]
+        optimizer = torch.optim.AdamW(parameters, foreach=True)
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        step = timer.step(lambda mark: optimizer.step())
+    assert step is not None and step.waited == 0 and len(step.spans) < 20
 
 
 def test_what_is_waited_for_ends_before_what_comes_after() -> None:

@@ -93,6 +93,8 @@ class Step:
     """Seconds the host took to launch it."""
     parts: dict[str, float]
     spans: list[Span] = field(repr=False)
+    waited: float = 0.0
+    """Seconds the host waited for the device while it launched the step; they are not in `host`."""
 
     @property
     def at_least(self) -> float:
@@ -138,7 +140,7 @@ class Schedule:
         self._running = False
         self._unknown = False
         """Whether the step runs something whose pace is not known."""
-        self._host = 0.0
+        self._host = self._waited = 0.0
         self._free: dict[str, float] = {}
         self._current = [FIRST_STREAM]
         self._reduced: dict[int, float] = {}
@@ -161,13 +163,14 @@ class Schedule:
         if self.rates is None:
             raise ValueError("a schedule needs rates")
         began = self._over()
-        self._host, self._free = began, dict.fromkeys(self._free, began + ahead)
+        self._host, self._waited, self._free = began, 0.0, dict.fromkeys(self._free, began + ahead)
         self._free[FIRST_STREAM] = began + ahead
         self._spans, self._sent, self._marks = [], [], []
         self._running, self._unknown = True, False
         try:
             step(self._mark)
-            launched = self._host - began
+            waited = self._waited
+            launched = self._host - began - waited
             self.synchronize()
         finally:
             self._running = False
@@ -179,7 +182,7 @@ class Schedule:
         for name, at in self._marks:
             parts[name] = parts.get(name, 0.0) + at - before
             before = at
-        return Step(self._over() - began, launched, parts, [_later(span, -began) for span in self._spans])
+        return Step(self._over() - began, launched, parts, [_later(span, -began) for span in self._spans], waited)
 
     def arrived(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
         """The program calls an operator; `operator` follows once its results are allocated."""
@@ -264,6 +267,7 @@ class Schedule:
 
     def host_waits(self, until: float) -> None:
         """The host waits until then, as for an event."""
+        self._waited += max(0.0, until - self._host)
         self._host = max(self._host, until)
 
     def reduced(self, tensors: Sequence[Tensor], over: float) -> None:
@@ -279,7 +283,7 @@ class Schedule:
     def synchronize(self) -> None:
         """The host waits for the device."""
         self._end_backward()
-        self._host = self._over()
+        self.host_waits(self._over())
 
     def wait_after_backward(self, tensors: Sequence[Tensor]) -> None:
         """The first stream waits for all-reduces of these tensors when backward has ended, as PyTorch's DDP does in
@@ -305,6 +309,15 @@ class Schedule:
         self._free[span.stream] = over
         self._spans.append(replace(span, begin=began, end=over))
         return over
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs in the block is the host's own, and takes no time."""
+        running, self._running = self._running, False
+        try:
+            yield
+        finally:
+            self._running = running
 
     @contextmanager
     def on_stream(self, name: str) -> Iterator[None]:
