@@ -41,7 +41,7 @@ class Recording:
         free, host, over = [ahead] * len(self.streams), 0.0, ahead
         sent: list[tuple[float, float]] = []
         for _ in range(steps):
-            before, began_host, computing, communicating = over, host, 0.0, 0.0
+            before, computing, communicating = over, 0.0, 0.0
             stamps: list[float] = []
             for kind, a, b, c in self.events:
                 if kind == LAUNCH:
@@ -67,16 +67,13 @@ class Recording:
                 else:
                     host = max(host, *free)
             over = max(host, *free)
-        return Replayed(over - before, host - began_host, computing, communicating)
+        return Replayed(over - before, computing, communicating)
 
 
 class Replayed(NamedTuple):
-    """Seconds of a step; those in which the host launches it; those of the first stream's kernels, alone; and those of
-    all collectives.
-    """
+    """Seconds of a step; those of the first stream's kernels, alone; and those of all collectives."""
 
     seconds: float
-    host: float
     computing: float
     communicating: float
 

@@ -53,7 +53,6 @@ def test_a_replayed_recording_takes_what_the_schedule_says(training: Training) -
     assert step is not None
     again = recorded(partial(made, training), training.ranks, on).replay(GPU(on), 0.01)
     assert again.seconds == pytest.approx(step.seconds, rel=1e-9)
-    assert again.host == pytest.approx(step.host, rel=1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
@@ -122,7 +121,7 @@ def test_an_interval_holds_nine_of_ten_and_a_chip_without_a_source_has_a_wide_on
         assert known["other"].high / known["other"].low > known[chip].high / known[chip].low
 
 
-SOME = Replayed(1.0, 0.0, 1.0, 0.0)
+SOME = Replayed(1.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(("on", "chip"), [("a100-40gb", "a100"), ("h200", "other"), ("b200", "other")])

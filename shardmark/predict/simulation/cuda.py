@@ -2,7 +2,7 @@
 
 - autocast has other lists (`shardmark.predict.simulation.autocast`);
 - `scaled_dot_product_attention` has other kernels, which save and need other things, and RMSNorm one of its own;
-- optimizers update all parameters at once (`foreach`), where the caller does not say, and count steps on the host;
+- optimizers update all parameters at once (`foreach`), where the caller does not say;
 - kernels and libraries take memory for themselves (`shardmark.predict.simulation.workspaces`).
 """
 
@@ -35,13 +35,12 @@ from shardmark.meter.measure_case import MEDIAN
 from shardmark.meter.recording import mark
 from shardmark.predict.simulation.autocast import autocast_of_cuda
 from shardmark.predict.simulation.caching_allocator import held_at_marks
-from shardmark.predict.simulation.host_memory import HostMemory, modules_of_optimizers, peaks
+from shardmark.predict.simulation.host_memory import HostMemory, peaks
 from shardmark.predict.simulation.schedule import Schedule
 from shardmark.predict.simulation.streams import ALL_AWAITED, AWAITED, FIRST, FOLLOWED, RECORDED, USED
 from shardmark.predict.simulation.workspaces import Workspaces
 
 aten = torch.ops.aten
-_READ = optimizers._get_value
 
 _FLASH_WIDTH = 256
 """Largest head dimension that FlashAttention takes."""
@@ -68,21 +67,10 @@ def rules_of_cuda(hardware: Hardware, schedule: Schedule, host: HostMemory) -> I
             *_Streams(schedule).patches(),
             (common, "amp_definitely_not_available", lambda: False),  # or GradScaler("cuda") disables itself
             (torch.cuda, "empty_cache", partial(mark, EMPTY_CACHE)),
-            *((module, "_get_value", _read_aside(schedule)) for module in modules_of_optimizers("_get_value")),
         ):
             stack.enter_context(patch.object(owner, name, new))
         stack.enter_context(patch.dict(memory.METERS, cpu=partial(_Meter, hardware.memory_bytes - CONTEXT)))
         yield workspaces
-
-
-def _read_aside(schedule: Schedule) -> Callable[[Any], Any]:
-    """An optimizer's reading of its counter of steps, which is the host's."""
-
-    def read(counter: Any) -> Any:
-        with schedule.aside():
-            return _READ(counter)
-
-    return read
 
 
 class _Streams:

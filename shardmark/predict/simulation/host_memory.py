@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -82,8 +81,10 @@ class HostMemory:
         for owner, names in ((torch, (*_OF_SHAPES, *_LIKE_OTHERS)), (Tensor, _OF_TENSORS)):
             for name in names:
                 self._patch(owner, name, self._made)
-        for module in modules_of_optimizers("_default_to_fused_or_foreach"):
-            self._patch(module, "_default_to_fused_or_foreach", self._one_by_one)
+        own = optimizers._default_to_fused_or_foreach
+        for name, module in list(sys.modules.items()):  # those of optimizers are no attributes of torch.optim
+            if name.startswith("torch.optim") and getattr(module, own.__name__, None) is own:
+                self._patch(module, own.__name__, self._one_by_one)
 
     def _patch(self, owner: Any, name: str, around: Callable[[Any], Callable[..., Any]]) -> None:
         """Replace a function until the simulation ends; TorchScript goes on to know it."""
@@ -233,12 +234,6 @@ class HostMemory:
             return (False, False) if any(map(place_of, params)) else own(params, *args, **kwargs)
 
         return choose
-
-
-def modules_of_optimizers(function: str) -> list[ModuleType]:
-    """PyTorch's modules that have this function of `torch.optim.optimizer`; they are no attributes of `torch.optim`."""
-    own, modules = getattr(optimizers, function), list(sys.modules.items())
-    return [it for name, it in modules if name.startswith("torch.optim") and getattr(it, function, None) is own]
 
 
 class _Copied(torch.autograd.Function):

@@ -8,6 +8,7 @@ CPU has one stream, which is the host.
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.optim.optimizer import _get_value
 
 from shardmark.predict.simulation.costs import Cost, cost_of
 from shardmark.predict.simulation.kinds import Kind, kind_of
@@ -189,12 +191,16 @@ class Schedule:
 
     def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
         """The host launches an operator onto the current stream."""
+        reads = kind_of(operator) is Kind.READ
+        on_host = self.rates is not None and self.rates.on_host
+        if reads and not on_host and _reads_a_counter():
+            return
         self._launch()
-        if kind_of(operator) is Kind.READ:
+        if reads:
             self.synchronize()
         if operator is _WAIT:
             self.wait_for(args)
-        cost = cost_of(operator, args, kwargs, results, on_a_gpu=self.rates is not None and not self.rates.on_host)
+        cost = cost_of(operator, args, kwargs, results, on_a_gpu=self.rates is not None and not on_host)
         if cost is not None:
             self._kernel(operator._schema.name.partition("::")[2], cost)
 
@@ -311,15 +317,6 @@ class Schedule:
         return over
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What runs in the block is the host's own, and takes no time."""
-        running, self._running = self._running, False
-        try:
-            yield
-        finally:
-            self._running = running
-
-    @contextmanager
     def on_stream(self, name: str) -> Iterator[None]:
         """Make the stream of that name current within the block."""
         self._current.append(name)
@@ -327,6 +324,16 @@ class Schedule:
             yield
         finally:
             self._current.pop()
+
+
+def _reads_a_counter() -> bool:
+    """Whether an optimizer of PyTorch's reads how many steps it has made, which on CUDA is the host's tensor."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _get_value.__code__:
+            return True
+    return False
 
 
 def ends(began: float, seconds: float, sent: list[tuple[float, float]], pace: float) -> float:
