@@ -42,10 +42,10 @@ CONTEXTS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
     "in no_grad under autocast to bfloat16": lambda device: _both(torch.no_grad(), device),
     "in inference_mode under autocast to bfloat16": lambda device: _both(torch.inference_mode(), device),
 }
+"""Contexts of a call, by the name that a history prints: a context manager for a device."""
 IN_HISTORIES = CONTEXTS | {
     f"in {name}": MODES[name] for name in ("default dtype bfloat16", "default dtype float64", "what is saved moves")
 }
-"""Contexts of a call, by the name that a history prints: a context manager for a device."""
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,

@@ -43,9 +43,9 @@ class FullySharded(Protocol):
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
       is left, and after an evaluation little more. Ranks outside of the group take no part; several models do not
       disturb one another.
-    - With `compute_dtype`, floating-point parameters and inputs are cast to it, and matrices are multiplied in it, in
-      evaluation too; each wrapper has its own. With `reduce_dtype` gradients are communicated in it; the default is
-      the compute dtype or the gradients' own.
+    - With `compute_dtype`, floating-point parameters and the module's inputs are cast to it, and matrices are
+      multiplied in it, in evaluation too; each wrapper has its own. With `reduce_dtype` gradients are communicated in
+      it; the default is the compute dtype or the gradients' own.
     - If there is a `state_dict`, `load_state_dict` takes its result on the same ranks, in a wrapper made anew too.
 
     Should: full gradients are freed as backward goes; ValueError for a module without trainable parameters, for a
@@ -56,7 +56,8 @@ class FullySharded(Protocol):
     whether full parameters are freed between forward and backward; `ignored_params`, a function from a module to
     those of its parameters that every rank keeps in full, with the full averaged gradient.
 
-    Not asked: complex parameters with a `compute_dtype` or a `reduce_dtype`.
+    Not asked: complex parameters with a `compute_dtype` or a `reduce_dtype`; casts of what a unit inside gets, which
+    FSDP1 leaves as it is.
     """
 
     module: nn.Module
