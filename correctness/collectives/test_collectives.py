@@ -102,9 +102,28 @@ def test_results_are_those_done_by_hand_on_one_to_eight_ranks(
 def wrong_complex_results(implementation: Implementation, name: str, device: str) -> list[str]:
     """Describe wrong results of complex numbers, which may be an error, on all ranks alike."""
     try:
-        return wrong_results(implementation, name, device, [torch.complex64], None)
+        wrong = wrong_results(implementation, name, device, [torch.complex64], None)
+        return wrong + wrong_conjugates(implementation, name, device)
     except Exception:
         return []
+
+
+def wrong_conjugates(implementation: Implementation, name: str, device: str) -> list[str]:
+    """Describe wrong results of `x.conj()`, whose memory holds x."""
+    size, rank, inputs = dist.get_world_size(), dist.get_rank(), small_integers(torch.complex64)
+    terms = [inputs(other, 5 * size) for other in range(size)]
+    given, total = terms[rank].to(device, copy=True).conj(), sum(terms)
+    if name == "all_reduce":
+        found, expected = given, total
+        implementation.watched.all_reduce(given)
+    elif name == "reduce_scatter":
+        found, expected = given.new_empty(5), total[5 * rank :][:5]
+        implementation.watched.reduce_scatter(found, given)
+    else:
+        found, expected = given.new_empty(5 * size * size), torch.cat(terms)
+        implementation.watched.all_gather(found, given)
+    is_right = torch.equal(found.cpu().resolve_conj(), expected.conj().resolve_conj())
+    return [] if is_right else [f"{name} of x.conj(), which is lazy, is not that of the conjugates"]
 
 
 @pytest.mark.family("collectives")

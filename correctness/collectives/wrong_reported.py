@@ -40,6 +40,14 @@ class SumsInFloat64(Plain):
         return finished(handle, lambda: tensor.detach().copy_(total), async_op, once=True)
 
 
+@defect(cause="numerics", caught_by="test_results_of_complex_numbers_are_right_or_an_error")
+class OverBytes(Plain):
+    """Sends the bytes of a tensor, and not whether they are of its conjugate (pytorch#88294)."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        return super().all_gather(output, input.conj() if input.is_conj() else input, group, async_op=async_op)
+
+
 class InSegments(Plain):
     """Where a tensor has several segments, does not reduce the elements after the last whole one."""
 

@@ -74,7 +74,9 @@ class MessageCollectives(ABC):
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as a one-dimensional view, detached; ValueError for another."""
+    """A contiguous tensor as a one-dimensional view, detached; ValueError for another, and for a lazy conjugate."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError("collectives take numbers as they are in memory: resolve_conj() and resolve_neg() first")
     if not tensor.is_contiguous():
         shape, strides = tuple(tensor.shape), tensor.stride()
         raise ValueError(f"collectives take contiguous tensors, not one of shape {shape} with strides {strides}")
