@@ -30,7 +30,11 @@ from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("sharded_optimizer")
 
-GROUPS = (Group([(5, 3), (7,), ()]), Group([(4, 4), (3,)], {"lr": 0.3, "weight_decay": 0.2}))
+GROUPS = (
+    Group([(5, 3), (7,), ()]),
+    Group([(4, 4), (3,)], {"lr": 0.3, "weight_decay": 0.2}),
+    Group([()], {"lr": 0.2}),  # one rank has all of it
+)
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "fused": True}),

@@ -257,3 +257,22 @@ class KeepsMasters(SimpleZero):
         loss = super().step(closure)
         masters.update({p: p.detach().float() for p in self.all_parameters if p.dtype == torch.bfloat16})
         return loss
+
+
+@defect(cause="state", caught_by="test_the_state_is_the_optimizers_own_on_every_rank")
+class PassesOverEmptyGroups(ShardedOptimizer):
+    """NVIDIA/TransformerEngine#1986: a param group of which the rank has nothing is not stepped, nor does it count."""
+
+    def _add_inner_group(self, group: dict[str, Any], shards: list[Any]) -> None:
+        own = self._optimizer_cls
+
+        class Inner(own):  # type: ignore[misc, valid-type]
+            def step(self, closure: Any = None) -> Any:
+                groups, self.param_groups = self.param_groups, [each for each in self.param_groups if each["params"]]
+                loss = super().step(closure)
+                self.param_groups = groups
+                return loss
+
+        if self._inner is None:
+            self._optimizer_cls = Inner
+        super()._add_inner_group(group, shards)
