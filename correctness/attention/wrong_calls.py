@@ -235,18 +235,19 @@ def scales_made_in_the_first_call(q: Tensor, k: Tensor, v: Tensor, *, is_causal:
 
 
 @defect(cause="two calls", caught_by="test_any_history_of_calls")
-def factor_kept_for_each_shape(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Keeps a factor in the dtype of the first call's products: later calls outside of autocast have it rounded."""
+def scale_kept_for_each_shape(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Keeps the scale in the dtype of the first call's products: later calls outside of autocast have it rounded."""
     check_inputs(q, k, v)
+    scale = q.shape[-1] ** -0.5
     casts = torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
     dtype = torch.get_autocast_dtype(q.device.type) if casts else q.dtype
     with torch.inference_mode(False):
-        factor = torch.tensor(0.7, dtype=dtype, device=q.device)
-    kept = _FACTORS.setdefault((q.shape, k.shape, q.dtype), factor)
-    return eager_attention(q * kept.to(q.dtype) / 0.7, k, v, is_causal=is_causal)
+        factor = torch.tensor(scale, dtype=dtype, device=q.device)
+    kept = _SCALES_BY_SHAPE.setdefault((q.shape, k.shape, q.dtype), factor)
+    return eager_attention(q * (kept.to(q.dtype) / scale), k, v, is_causal=is_causal)  # eager scales once more
 
 
-_FACTORS: dict[Any, Tensor] = {}
+_SCALES_BY_SHAPE: dict[Any, Tensor] = {}
 
 
 @defect(cause="two calls", caught_by="test_any_history_of_calls")

@@ -30,9 +30,11 @@ class LargeSumsInBfloat16(Plain):
 
 @defect(cause="numerics", caught_by="test_results_of_complex_numbers_are_right_or_an_error")
 class SumsInFloat64(Plain):
-    """Sums in float64, which has no imaginary part, and rounds once."""
+    """Sums in float64, which has no imaginary part, and rounds once; refuses lazy conjugates."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if tensor.is_conj():
+            raise ValueError("a lazy conjugate")
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return super().all_reduce(tensor, group, async_op=async_op)
         total = tensor.detach().double()

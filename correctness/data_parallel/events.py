@@ -152,7 +152,7 @@ def histories(draw: st.DrawFn, ranks: int, accepted: list[str], limits: Limits) 
 def autocasts(name: str, setting: Setting) -> st.SearchStrategy[str]:
     """Autocast to bfloat16 refuses to concatenate tensors of float16, as a wrapper may."""
     without = not (name == FINISH or "ward" in name) or torch.float16 in {kind.dtype for kind in setting.kinds}
-    return st.just("") if without else st.sampled_from(["", "", "forward", "all"])
+    return st.just("") if without else st.sampled_from(["", "", "all" if name == FINISH else "forward", "all"])
 
 
 def _possible(state: State, setting: Setting, limits: Limits) -> list[str]:

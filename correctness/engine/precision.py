@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 @dataclass(frozen=True)
 class Precision:
     """The dtype of parameters, whether the caller's autocast to bfloat16 is around calls, and how near gradients are to
-    those of one process, relative to a tensor's largest value. In few bits that is for gradients that are missing, of
-    others, or scaled: sums of numbers that cancel are rounded in any order, by an eighth of what is left in some."""
+    those of one process, relative to a tensor's largest value. In few bits that is wide, as roundings of sums that
+    cancel differ by their order: exact histories find wrong sums; these find missing gradients, wrong dtypes and lost
+    autocast."""
 
     dtype: torch.dtype = torch.float64
     autocast: bool = False

@@ -235,7 +235,7 @@ def recipes(draw: st.DrawFn, without: tuple[str, ...] = (), recomputes: bool = T
 
 class RandomModel(nn.Module):
     """(rows, DIM) -> "output" of (rows, 2 DIM), "sides": additional outputs of layers with several, and "found": a
-    number that needs no gradient."""
+    number that needs no gradient, and whether autocast is enabled."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -257,7 +257,8 @@ class RandomModel(nn.Module):
                 x, more = x["of"]
                 sides += more
         output = self.output(x + extra.shift[0])
-        return {"output": [output], "sides": sides, "found": [output.detach().mean()]}
+        autocast = output.new_tensor(float(torch.is_autocast_enabled(x.device.type)))
+        return {"output": [output], "sides": sides, "found": [output.detach().mean(), autocast]}
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,8 @@ class Beside:
         plains = every.outputs(self.plain)
         if not torch.equal(drawn, torch.get_rng_state()):
             return "a call draws other random numbers than without the wrapper"
+        if outputs["found"][1] != plains["found"][1]:
+            return "a call does not run under the caller's autocast, or runs under one of its own"
         self.open.append((mine, mine.loss(outputs, sides), every, every.loss(plains, sides)))
         found, expected = ([each.requires_grad for each in tree_leaves(of)] for of in (outputs, plains))
         return "" if found == expected else f"which outputs require a gradient: {found}, without the wrapper {expected}"

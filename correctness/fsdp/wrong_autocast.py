@@ -20,6 +20,15 @@ class ReducesInAutocastsDtype(SmallFSDP):
         super().begin_reduce(shard, gradient.bfloat16() if narrow else gradient)
 
 
+@defect(cause="numerics", caught_by=HISTORY)
+class RunsWithoutAutocast(SmallFSDP):
+    """Has its own precision alone: the module does not run under the caller's autocast."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(*args, **kwargs)
+
+
 @defect(cause="state", caught_by=HISTORY)
 class LearnsFromItsFirstCall(SmallFSDP):
     """Notes in its first call which outputs have gradients to wait for: none, where a trainer tries its validation."""

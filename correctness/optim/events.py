@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -143,7 +143,7 @@ def histories(
         steps=st.none() | st.sampled_from((300, 1001, 100_001)),
         mode=st.sampled_from(STEPS_IN),
     )
-    return st.builds(
+    found = st.builds(
         History,
         groups=groups,
         events=st.lists(events, min_size=1, max_size=6),
@@ -152,3 +152,13 @@ def histories(
         mode=st.sampled_from(STEPS_IN),
         **parts,
     )
+    return found.map(_without_refused_autocast)
+
+
+def _without_refused_autocast(history: History) -> History:
+    """Autocast to bfloat16 refuses to concatenate tensors of float16, as an optimizer may for their norm."""
+    if torch.float16 not in history.dtypes:
+        return history
+    modes = {mode: "no_grad" if mode.startswith("no_grad") else "gradients" for mode in STEPS_IN if "autocast" in mode}
+    events = [replace(each, mode=modes.get(each.mode, each.mode)) for each in history.events]
+    return replace(history, events=events, mode=modes.get(history.mode, history.mode))

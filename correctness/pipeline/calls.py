@@ -7,6 +7,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -99,6 +100,8 @@ class Noting(nn.Module):
         self.whole, self.noted, self.stage = whole, noted, stage
 
     def forward(self, *x: Any) -> Any:
+        if self.stage:
+            self.noted.received |= {StorageWeakRef(each.untyped_storage()) for each in x if isinstance(each, Tensor)}
         out = self.whole(*x)
         out = _Marked.apply(out, self.noted) if torch.is_grad_enabled() and out.requires_grad else out
         self.noted.memory.append((f"an output of stage {self.stage}", StorageWeakRef(out.untyped_storage())))
@@ -131,6 +134,11 @@ class Noted:
     """The most of them that were alive at once."""
     memory: list[tuple[str, StorageWeakRef]] = field(default_factory=list)
     """That of the step's tensors, which is not to live longer; messages may have buffers that do."""
+    received: set[StorageWeakRef] = field(default_factory=set)
+    """The memory of what stages have received, in all steps."""
+
+    def received_and_alive(self) -> int:
+        return sum(not each.expired() for each in self.received)
 
     def mark(self) -> Mark:
         found = Mark()
@@ -139,8 +147,18 @@ class Noted:
         return found
 
 
+@contextmanager
+def _without_the_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def note_on_rank(implementation: Implementation, mesh: Mesh, count: int, device: str) -> tuple[int, int, list[str]]:
-    """Forward passes of a rank that are alive after a step, the second of two, the most of them during it, and which
+    """Forward passes of a rank that are alive after a step, the fourth one, the most of them during it, and which
     tensors are alive after it."""
     noted = Noted()
     pipeline = implementation.watched(
@@ -149,14 +167,20 @@ def note_on_rank(implementation: Implementation, mesh: Mesh, count: int, device:
         count,
         loss=loss,
     )
-    for _ in range(2):  # the first one may try shapes
-        noted.most = 0
-        noted.memory.clear()
-        inputs, targets = micro_batches(count, 0, device, True)
-        pipeline.step(inputs, targets)
-    noted.memory += [("an input", StorageWeakRef(x.untyped_storage())) for (x,) in inputs]
-    noted.memory += [("a target", StorageWeakRef(y.untyped_storage())) for y in targets]
-    del inputs, targets
+    with _without_the_collector():  # what waits for it may be gigabytes
+        buffers = []
+        for _ in range(4):  # the first one may try shapes
+            buffers.append(noted.received_and_alive())
+            noted.most = 0
+            noted.memory.clear()
+            inputs, targets = micro_batches(count, 0, device, True)
+            pipeline.step(inputs, targets)
+        noted.memory += [("an input", StorageWeakRef(x.untyped_storage())) for (x,) in inputs]
+        noted.memory += [("a target", StorageWeakRef(y.untyped_storage())) for y in targets]
+        del inputs, targets
+        wait_until(lambda: noted.received_and_alive() <= buffers[2], seconds=2)
+        grown = noted.received_and_alive() - buffers[2]
+    more = [f"what a stage received ({grown} tensors since the second step)"] * (grown > 0)
     messages = {f"an output of stage {stage - 1}" for stage in pipeline.modules}  # between stages of this rank
 
     def alive() -> list[str]:
@@ -164,7 +188,7 @@ def note_on_rank(implementation: Implementation, mesh: Mesh, count: int, device:
 
     gc.collect()
     wait_until(lambda: not alive(), seconds=2)  # a message that was sent may hold its tensor for a moment
-    return len(noted.marks), noted.most, alive()
+    return len(noted.marks), noted.most, alive() + more
 
 
 def complaints_of_memory(ranks: list[tuple[int, int, list[str]]], stated: Any, count: int) -> Iterator[str]:

@@ -234,8 +234,8 @@ def batches_of(history: History, seed: int, device: str) -> tuple[list[Tensors],
     return inputs, targets
 
 
-def told(output: Any, target: Tensor) -> Tensor:
-    """The loss, which tells the dtype of logits: under the caller's autocast they are of bfloat16."""
+def loss_by_dtype(output: Any, target: Tensor) -> Tensor:
+    """The loss times a factor that depends on the logits' dtype, which is bfloat16 under the caller's autocast."""
     logits = output[0] if isinstance(output, tuple) else output
     return loss(output, target) * (1 + logits.element_size())
 
@@ -249,7 +249,7 @@ class Player(beside.ParametersChange):
         group, make = group_of(history.mesh, device), partial(build, history, device)
         try:
             self.pipeline: Any = implementation.watched(
-                make, group, history.micro_batches, loss=told, unequal=history.unequal
+                make, group, history.micro_batches, loss=loss_by_dtype, unequal=history.unequal
             )
         except Unsupported:
             self.is_refused = True
@@ -271,7 +271,7 @@ class Player(beside.ParametersChange):
         with left_as_they_are([*zip(*given, strict=True)]), precision.around(self.device):
             found = self.pipeline.step(*given)
         with precision.around(self.device):
-            expected = sum(told(self._passed(x), y) for x, y in zip(*given, strict=True))
+            expected = sum(loss_by_dtype(self._passed(x), y) for x, y in zip(*given, strict=True))
             if isinstance(expected, Tensor) and expected.requires_grad:
                 expected.backward()
         if isinstance(found, Tensor):

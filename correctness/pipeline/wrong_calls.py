@@ -34,8 +34,8 @@ class AddsLossesInTheParametersDtype(Planted):
 
 @defect(cause="two calls", caught_by="test_any_history_is_that_of_one_process")
 class TakesAnyCallForItsOwn(Planted):
-    """A hook notes what a stage returns, for the backward pass of as many a micro-batch: a call of the caller's, as one
-    evaluates between steps, comes first."""
+    """A hook notes what a stage returns, and the i-th note is taken for micro-batch i: a call by the caller, who
+    evaluates between steps, shifts them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -160,3 +160,28 @@ class ReceivesWithTheSameStrides(Planted):
 
         with patch.object(self.exchange, "leave", as_it_lay):
             super()._forward(action)
+
+
+class _Received(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arrived: Tensor) -> Tensor:
+        ctx.received = arrived.view_as(arrived)
+        return ctx.received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@defect(cause="memory", caught_by="test_forward_passes_are_held_as_long_as_stated[KnowsWhatItReceived")
+class KnowsWhatItReceived(Planted):
+    """InfiniTensor/InfiniTrain#148: a function of autograd keeps its output: all that is received is in a cycle."""
+
+    def _as_inputs(self, arrived: Tensors) -> Tensors:
+        return tuple(_received(each) if each.is_floating_point() else each for each in arrived)
+
+
+def _received(arrived: Tensor) -> Tensor:
+    received: Tensor = _Received.apply(arrived.detach().requires_grad_())
+    received.retain_grad()
+    return received

@@ -39,7 +39,7 @@ class FullySharded(Protocol):
       sends; tied ones stay one. Parameters may have been views of one memory.
     - A forward may call a unit several times. Several forwards may precede their backwards, a forward may have no
       backward or two of them (or the second is an error), and evaluation may come at any time, first and in
-      inference mode too. The caller's autocast is about the module's products alone.
+      inference mode too. The module runs under the caller's autocast; gathering and reducing do not.
     - A rank stores about 1/n of the model; once a step is synchronized, nothing but shards of parameters and gradients
       is left, and after an evaluation little more. Ranks outside of the group take no part; several models do not
       disturb one another.
@@ -56,8 +56,8 @@ class FullySharded(Protocol):
     whether full parameters are freed between forward and backward; `ignored_params`, a function from a module to
     those of its parameters that every rank keeps in full, with the full averaged gradient.
 
-    Not asked: complex parameters with a `compute_dtype` or a `reduce_dtype`; casts of what a unit inside gets, which
-    FSDP1 leaves as it is.
+    Not asked: complex parameters with a `compute_dtype` or a `reduce_dtype`; casting the inputs of
+    inner units, which FSDP1 does not do.
     """
 
     module: nn.Module

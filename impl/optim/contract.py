@@ -21,7 +21,7 @@ class Optimizer(Protocol):
       parameter that has a gradient, a zero gradient too, whatever their number, sizes, strides and dtypes, and whether
       gradients have a graph, as accurate as its dtype allows: in float64 throughout for float64. Each parameter counts
       its own steps; one whose `.grad` is None does not change, nor does its state; it may be of integers. The grad
-      mode, autocast and torch's default dtype change nothing, nor do others in other steps.
+      mode, autocast and torch's default dtype change nothing, also where they differ from step to step.
     - Parameters are updated in place, where their data is at that step, and no memory beside them; `.grad` is not
       written, and its memory not used after the step.
     - Each param group has its own arguments, which a step reads anew, as schedulers change them, also those that took

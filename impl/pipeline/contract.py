@@ -47,7 +47,8 @@ class Pipeline(Protocol):
       in some micro-batches, some are those that it was given, and the next one may use only some. The loss is given
       what the last one returned.
     - Run passes under the caller's autocast; between steps the caller may call stages, without autograd too.
-    - Raise an error of a stage on its rank, and leave nothing of a step but gradients, and messages' buffers.
+    - Raise an error of a stage on its rank, and leave nothing of a step but gradients, and messages' buffers; nothing
+      waits for Python's collector of cycles.
 
     Stages that change their input in place are not asked.
 

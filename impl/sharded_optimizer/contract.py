@@ -38,7 +38,7 @@ class ShardedOptimizerContract(Protocol):
     - A parameter without a gradient keeps its value and state; parameters may be frozen and unfrozen between steps.
       They may be views of one memory, and be changed in place. A gradient may be infinite or NaN.
     - Any option that a scheduler or the user changes in `param_groups` holds from the next step on, also
-      where it is a tensor that is filled in place.
+      where it is a tensor that is filled in place. The caller's autocast changes neither averages nor updates.
     - The ranks share the state: each of n holds about 1/n of its bytes, and at most one parameter's more, for any
       dtypes and groups, whenever these are added or thawed, and after loading.
     - `state_dict` is the full state as `optimizer_cls` has it, with names of parameters, on every rank;

@@ -36,9 +36,10 @@ class TrainingStep(Protocol):
       between backward and update), in place or by `.data =` and `.grad =`.
     - Parameters may be frozen and unfrozen while no loss waits. No part of a step, nor a forward that raises, changes a
       module's mode, or a parameter's dtype or `requires_grad`, or draws random numbers but the model's, and backward
-      leaves the state of the generators as it found it. A deep copy of the model computes with weights of its own.
+      leaves the state of the generators as it found it.
       Buffers that the model changes or replaces, as a batch norm's, change once in each forward; those of `blocks` may
       change again where backward recomputes them. Nothing is left of the activations once a loss is freed.
+    - `copy.deepcopy(model)` stays independent of the model and its step.
     - In float16 the loss is scaled, so that small gradients do not round to zero. Between backward and update `.grad`
       may be scaled too, and after it if the parameters themselves are float16. A step whose gradients overflow is
       skipped with a RuntimeWarning, leaves parameters and the optimizer's state unchanged, and the scale falls, also

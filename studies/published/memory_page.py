@@ -45,9 +45,9 @@ has a number to fit. But both were chosen with these two figures in view, and ot
 STEPS = """## Whole training steps
 
 These are lines of `perf/published/training_steps.csv`: steps of 20 million to 15 billion parameters on one GPU to 128,
-each as its source's own repository wrote it at the time (`studies/published/whole_steps.py`). Bytes depend on what
-seconds do not: which norm saves float32, who holds the logits in backward, which gradients stay whole between
-micro-batches.
+each as its source's own repository wrote it at the time (`studies/published/whole_steps.py`). Bytes depend on
+details that hardly change seconds: which norm saves float32, who holds the logits in backward, which gradients stay
+whole between micro-batches. Figures of pull request 165 are percentages of its GPU's 95.04 GiB.
 
 {summary}
 
@@ -67,7 +67,7 @@ def page() -> str:
         f"{len(errors)} figures of {len(by_file)} sources ({again} from a second run of the same programs): mean "
         f"error {fmean(map(abs, errors)):.3f}%, largest {max(errors, key=abs):+.3f}%, most under-predicted "
         f"{min(errors):+.3f}%. {len(of_segments)} more are of reserved memory: largest error "
-        f"{max(of_segments, key=abs):+.3f}%. No figure is above its bound."
+        f"{max(of_segments, key=abs):+.3f}%. None of these is above its bound."
     )
     parts = [HEAD.format(summary=summary)]
     for rows in by_file.values():

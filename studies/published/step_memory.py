@@ -30,7 +30,8 @@ _TITAN = {"from_meta": True, "keeps_last": True, "keeps_root": True, "reduce": F
 WRITTEN: dict[str, dict[str, Any]] = {
     "torchtitan/pull/165": _TITAN | _TITAN_2024_04,
     "llama3_h100_202412": _TITAN | _TITAN_2024_12,
-    # Fabric makes what the model returns float32. Its README: batches of 512 rows but under FSDP, where they are 32.
+    # Fabric makes what the model returns float32, and the loss's function frees both. Its README: batches of 512 rows
+    # but under FSDP, where they are 32.
     "extensions/thunder": {
         "norm": WideRMSNorm,
         "float32_logits": "loss",

@@ -95,7 +95,7 @@ Test = tuple[str, str, str]
 UNKNOWN: tuple[Test, ...] = (
     ("", "compile=(yes|loss)", "compiled: its kernels are the compiler's"),
     ("", "compute_dtype=(float8|FP8)", "float8 linears, whose casts are the library's own kernels"),
-    ("", "model=.*LoRA|torchtune", "LoRA: adapters' ranks and places are not said"),
+    ("", "model=.*LoRA|torchtune", "LoRA, which this study does not write"),
     ("", "model=.*(MoE|GPT-OSS)", "a mixture of experts: which tokens an expert gets is not said"),
     ("", "parallelism=.*(DeepSpeed|ColossalAI|Megatron)", "another library than PyTorch shards it"),
     ("", "tp=[2-9]", "tensor parallel, which this study does not write"),
@@ -113,7 +113,7 @@ UNKNOWN: tuple[Test, ...] = (
         "ms_per_iter=(333.56|426.44|356.01|373.37|322.25)",
         "compiled by Thunder: its kernels are the compiler's",
     ),
-    ("dlrover", "tflops_per_gpu=(177.9|165.03|160.69)", "LoRA: adapters' ranks and places are not said"),
+    ("dlrover", "tflops_per_gpu=(177.9|165.03|160.69)", "LoRA, which this study does not write"),
     ("hpcaitech", "", "float16 with PyTorch Lightning's own scaling and checkpoints, which are not said"),
 )
 

@@ -58,7 +58,7 @@ class Written:
     keeps_last: bool = False
     """Whether FSDP2 keeps the last block's parameters after forward, which backward needs first."""
     keeps_root: bool = False
-    """Whether FSDP2 keeps the root's, as all its versions did until `None` came to mean that."""
+    """Whether FSDP2 keeps the root's, as it did whatever the argument, before `reshard_after_forward=None`."""
     from_meta: bool = False
     """Whether parameters are made as shards, and never whole."""
     clips: bool = True
@@ -82,8 +82,8 @@ class _Attention(nn.Module):
         if cuts_heads:
             self.qkv = linear(size.width, size.width + 2 * key)
         else:
-            self.query, self.key, self.value = linear(size.width, size.width), linear(size.width, key), None
-            self.value = linear(size.width, key)
+            self.query = linear(size.width, size.width)
+            self.key, self.value = linear(size.width, key), linear(size.width, key)
         self.output = linear(size.width, size.width)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class _Attention(nn.Module):
         return [one.transpose(1, 2) for one in (q, k, v)]
 
     def _cut(self, x: Tensor, table: Tensor) -> list[Tensor]:
-        """Rotated in halves, and joined with what is not rotated, which is nothing."""
+        """Rotated in halves; the part that litgpt leaves as it is, and joins again, is empty."""
         batch, length, _ = x.shape
         kv, times = self.size.kv_heads, self.size.heads // self.size.kv_heads
         cut = self.qkv(x).view(batch, length, kv, times + 2, self.head).permute(0, 2, 3, 1, 4)

@@ -176,7 +176,11 @@ def test_an_optimizer_reads_its_counters_without_waiting() -> None:
             p.grad = torch.ones_like(p)
         optimizer.step()
         step = timer.step(lambda mark: optimizer.step())
+        total = torch.ones(())
+        optimizer.register_step_pre_hook(lambda *args: print(total.item()))
+        reads = timer.step(lambda mark: optimizer.step())
     assert step is not None and step.waited == 0 and len(step.spans) < 20
+    assert reads is not None and reads.host == pytest.approx(step.host + 1e-3, rel=1e-6)
 
 
 def test_what_is_waited_for_ends_before_what_comes_after() -> None:

@@ -327,7 +327,8 @@ class Schedule:
 
 
 def _reads_a_counter() -> bool:
-    """Whether an optimizer of PyTorch's reads how many steps it has made, which on CUDA is the host's tensor."""
+    """Whether an optimizer of PyTorch's reads its own number, as of the steps it has made: on CUDA that is the host's
+    tensor, but for ASGD's and a learning rate that the caller puts on the device."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
