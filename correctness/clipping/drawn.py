@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from correctness.clipping.gradients import Clipped, differences
+from correctness.clipping.gradients import Clipped, differences, wide
 from correctness.support.default_dtype import default_dtype
 from impl.distributed import full
 from shardmark.api import Implementation, Mesh
@@ -212,14 +212,25 @@ def _sums(draw: Draw) -> float:
     return math.prod(draw.shape) * torch.finfo(torch.promote_types(draw.dtype, torch.float32)).eps
 
 
+def _close(draws: Sequence[Draw], wholes: Sequence[Tensor], norm_type: float) -> float:
+    """How near the norm is: a few roundings of each gradient's own norm, and one for each summand, which is added at
+    least in float32, as much of them as that gradient is of the sum; and the norm of norms, in the dtype of the finest,
+    but in float32 where they differ."""
+    each = [8 * torch.finfo(draw.dtype).eps + _sums(draw) for draw in draws]
+    if len({draw.dtype for draw in draws}) < 2 or math.isinf(norm_type):
+        return max(each, default=0.0)
+    parts = [torch.linalg.vector_norm(wide(whole), norm_type).item() ** norm_type for whole in wholes]
+    own = sum(part * one for part, one in zip(parts, each, strict=True)) / max(sum(parts), 1e-300)
+    return own + 8 * torch.finfo(torch.float32).eps
+
+
 def drawn_differences(found: Sequence[Clipped | None], example: Example) -> Iterator[str]:
     """A line for each thing that is wrong, with the example."""
     ranks = [each for each in found if each is not None]
     if not ranks:
         return
     there = [draw for draw in example.draws if not draw.missing]
-    # The norm of norms, a few roundings; and one for each summand, which is added at least in float32.
-    close = max((8 * torch.finfo(draw.dtype).eps + _sums(draw) for draw in there), default=0.0)
     wholes = [draw.whole() for draw in there]
+    close = _close(there, wholes, example.norm_type)
     for line in differences(ranks, wholes, example.max_norm, example.norm_type, close):
         yield f"{line}: of {example}"

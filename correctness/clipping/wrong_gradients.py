@@ -114,3 +114,13 @@ class SquaresByAProduct(ByEach):
             return super().own(local, norm_type)
         flat = local.flatten().to(torch.promote_types(local.dtype, torch.float32))
         return (flat @ flat).double()
+
+
+@defect(cause="numerics", caught_by="test_gradients_of_all_kinds_count_once")
+class ScalesInTheFirstsDtype(ByEach):
+    """NVIDIA/Megatron-LM#7279: all gradients are scaled by a number in the dtype of the first one."""
+
+    def scale(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradients[0].dtype.to_real()))
