@@ -25,7 +25,7 @@ from shardmark.ranks.worlds import Worlds
 
 OURS = ("ring", "direct")
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 SIZES = [0, 1, 97]
 """Sizes of the smaller tensor, or of an all-reduce's; most numbers of ranks do not divide them."""
 

@@ -170,7 +170,7 @@ class StaysAtTheLimits(Plain):
         return Done() if async_op else None
 
 
-@defect(cause="numerics", caught_by="test_any_history")
+@defect(cause="numerics", caught_by="test_results_are_those_done_by_hand")
 class AddsBytesWithTheirSign(Plain):
     """Takes all tensors of one byte for signed ones, and adds them up in a wider type."""
 
