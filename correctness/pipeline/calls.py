@@ -7,7 +7,6 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from correctness.pipeline.stages import build, builder, loss, micro_batches
 from correctness.pipeline.training import Trained, group_of, in_one_process, named
+from correctness.support.contracts import without_the_collector
 from correctness.support.waiting import wait_until
 from impl.pipeline import gpipe, one_forward_one_backward, run
 from impl.pipeline.actions import Action
@@ -147,16 +147,6 @@ class Noted:
         return found
 
 
-@contextmanager
-def _without_the_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def note_on_rank(implementation: Implementation, mesh: Mesh, count: int, device: str) -> tuple[int, int, list[str]]:
     """Forward passes of a rank that are alive after a step, the fourth one, the most of them during it, and which
     tensors are alive after it."""
@@ -167,7 +157,8 @@ def note_on_rank(implementation: Implementation, mesh: Mesh, count: int, device:
         count,
         loss=loss,
     )
-    with _without_the_collector():  # what waits for it may be gigabytes
+    gc.collect()
+    with without_the_collector():  # what waits for it may be gigabytes
         buffers = []
         for _ in range(4):  # the first one may try shapes
             buffers.append(noted.received_and_alive())

@@ -219,6 +219,16 @@ def assert_little_outside_of_tensors(owner: Any) -> None:
     assert found < 2**18, f"after a step it holds {found:,} bytes outside of tensors"
 
 
+@contextmanager
+def without_the_collector() -> Iterator[None]:
+    """In the block the collector does not run, so that cycles stay in memory."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def growth(call: Callable[[], Any], device: str, times: int = 4, collect: bool = True) -> int:
     """Bytes that `times` calls leave behind, after two calls that fill caches and after garbage collection; without it
     if not `collect`."""
@@ -229,12 +239,9 @@ def growth(call: Callable[[], Any], device: str, times: int = 4, collect: bool =
         gc.collect()
         _finish_backward(device)
         memory.mark("before")
-        gc.disable()
-        try:
+        with without_the_collector():
             for _ in range(times):
                 call()
-        finally:
-            gc.enable()
         if collect:
             gc.collect()
         _finish_backward(device)

@@ -154,9 +154,15 @@ def _compared(file: str, row: Row) -> Compared | None:
     reading = by_rule(row, RULES[file])
     if reading is None:
         return None
-    at, slowest = held(reading.program, reading.on, reading.ranks, reading.records_streams)[reading.mark]
-    published, predicted = float(row["value"]) * UNITS[row["unit"]], getattr(at, reading.figure)
-    return Compared(row, reading.on, published, predicted, max(at.peak_reserved, slowest.peak_reserved))
+    at = held(reading.program, reading.on, reading.ranks, reading.records_streams)[reading.mark]
+    return beside(row, reading.on, at, reading.figure)
+
+
+def beside(row: Row, on: str, at: tuple[AtMark, AtMark], figure: str) -> Compared:
+    """The row's figure beside that of the allocator, with streams as expected, and as slow as possible."""
+    expected, slowest = at
+    published, predicted = float(row["value"]) * UNITS[row["unit"]], getattr(expected, figure)
+    return Compared(row, on, published, predicted, max(expected.peak_reserved, slowest.peak_reserved))
 
 
 UNKNOWN: tuple[Unknown, ...] = (

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from perf.published import UNITS
 from studies.published.decoders import WideRMSNorm
-from studies.published.memory_rows import PEAK, RESERVED, Compared, held
+from studies.published.memory_rows import PEAK, RESERVED, Compared, beside, held
 from studies.published.rules import Row
 from studies.published.step_rows import Published, numbered, published_of, why_unknown
 from studies.published.whole_steps import WiderRMSNorm, Written, program
@@ -26,7 +26,7 @@ FIGURES = {"peak memory": PEAK, "peak active memory": "peak_active", RESERVED_ME
 # April 2024: the model returns float32 logits, which the loop holds in backward.
 _TITAN_2024_04 = {"norm": WideRMSNorm, "float32_logits": "model", "keeps_logits": True}
 _TITAN_2024_12 = {"norm": nn.RMSNorm, "float32_logits": "loss", "keeps_logits": False}
-_TITAN = {"from_meta": True, "keeps_last": True, "keeps_root": True, "reduce": FP32}
+_TITAN = {"from_meta": True, "keeps_last": True, "keeps_root": True}
 WRITTEN: dict[str, dict[str, Any]] = {
     "torchtitan/pull/165": _TITAN | _TITAN_2024_04,
     "llama3_h100_202412": _TITAN | _TITAN_2024_12,
@@ -37,11 +37,12 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "float32_logits": "loss",
         "keeps_logits": False,
         "cuts_heads": True,
-        "clips": False,
     },
     # Between micro-batches FSDP2 keeps whole gradients, in the dtype of their reduction.
     "KempnerForge": {"norm": WiderRMSNorm, "float32_logits": "", "keeps_logits": True},
 }
+TRAINED: dict[str, dict[str, Any]] = {"torchtitan/pull/165": {"reduce": FP32}, "extensions/thunder": {"clips": False}}
+"""By source, where its training is another than `step_rows.SOURCES` says, as seconds do not show."""
 OTHERS = {
     "dlrover": "its library replaces attention and norms by kernels of its own, which are not said",
     "daddyofadoggy": "a range of whole GB, and not said of what",
@@ -51,24 +52,18 @@ OTHERS = {
 
 def written_of(published: Published) -> Written | None:
     """The row's step as its source writes it; None where its repository is not read that closely."""
-    rest = next((given for source, given in WRITTEN.items() if source in published.source), None)
-    if rest is None:
+    source = next((source for source in WRITTEN if source in published.source), None)
+    if source is None:
         return None
-    training = published.training
-    checkpoints = ("operators" if training.saves_operators else "full") if training.checkpoint_every else ""
-    accumulates = training.micro_batches > 1 or ("thunder" in published.source and training.strategy != "fsdp1")
+    training = replace(published.training, **TRAINED.get(source, {}))
+    accumulates = training.micro_batches > 1 or (source == "extensions/thunder" and training.strategy != "fsdp1")
     return Written(
-        size=training.size,
-        length=training.length,
-        batch=training.batch,
-        ranks=training.ranks,
-        strategy=training.strategy,
-        master=training.master,
-        checkpoints=checkpoints,
-        micro_batches=2 if accumulates else 1,  # a third one finds what the second one found
-        syncs_last_only=accumulates,
-        fused=training.optimizer == "fused",
-        **({"reduce": training.reduce} | rest),
+        training=replace(
+            training,
+            micro_batches=2 if accumulates else 1,  # a third one finds what the second one found
+            sync_last_only=accumulates,
+        ),
+        **WRITTEN[source],
     )
 
 
@@ -79,8 +74,9 @@ def rows() -> Iterator[tuple[Row, Published, Written]]:
         written = written_of(published) if published is not None and row["peak_memory"] else None
         if published is None or written is None:
             continue
-        where = f"{written.strategy} on {written.ranks}" if written.ranks > 1 else written.strategy
-        checkpoints = f", {row['activation_checkpointing']} checkpoints" if written.checkpoints else ""
+        training = written.training
+        where = f"{training.strategy} on {training.ranks}" if training.ranks > 1 else training.strategy
+        checkpoints = f", {row['activation_checkpointing']} checkpoints" if training.checkpoint_every else ""
         case = f"{row['model']}, {where}{checkpoints}"
         for metric, value, unit in _figures(row):
             yield (
@@ -110,10 +106,9 @@ def compared() -> list[Compared]:
 
 def compared_of(row: Row, published: Published, written: Written) -> Compared:
     """The published figure beside its prediction."""
-    at, slowest = held(program(written), published.on.name, written.ranks)["done"]
-    predicted = getattr(at, FIGURES[row["metric"]])
-    value = float(row["value"]) * UNITS[row["unit"]]
-    return Compared(row, published.on.name, value, predicted, max(at.peak_reserved, slowest.peak_reserved))
+    on = published.on.name
+    at = held(program(written), on, written.training.ranks)["done"]
+    return beside(row, on, at, FIGURES[row["metric"]])
 
 
 def not_written() -> Iterator[tuple[str, list[int], str]]:

@@ -76,19 +76,19 @@ def made(training: Training) -> Callable[[Mark], None]:
     """The step of that training, inside a simulation; its optimizer has its state already."""
     with default_dtype(training.master):
         model: Any = _wrapped(training, Decoder(training.size, training.length))
-    optimizer = _optimizer(training, model)
+    optimizer = optimizer_of(training, model)
     tokens, targets = torch.zeros(2, training.batch, training.length, dtype=torch.long)
 
     def step(mark: Mark) -> None:
         for number in range(training.micro_batches):
             last = number == training.micro_batches - 1
-            with _syncing(training, model, last):
+            with syncing(training, model, last):
                 with torch.autocast("cpu", training.compute) if training.autocast else nullcontext():
                     loss = loss_of(model, tokens, targets)
                 loss.backward()
             del loss
         if training.clips:
-            _clip(training, model)
+            clip(training, model)
         optimizer.step()
         optimizer.zero_grad()
         mark("step")
@@ -109,11 +109,7 @@ class default_dtype(AbstractContextManager[None]):
 
 
 def _wrapped(training: Training, model: Decoder) -> nn.Module:
-    every = training.checkpoint_every
-    for index, block in enumerate(model.blocks):
-        if every and index % every == every - 1:
-            options = {"context_fn": saving_operators} if training.saves_operators else {}
-            model.blocks[index] = checkpoint_wrapper(block, **options)
+    checkpoint_blocks(training, model.blocks)
     if training.compiled:
         for block in model.blocks:
             block.compile()
@@ -129,7 +125,16 @@ def _wrapped(training: Training, model: Decoder) -> nn.Module:
     return model
 
 
-def saving_operators() -> Any:
+def checkpoint_blocks(training: Training, blocks: nn.ModuleList) -> None:
+    """Have backward recompute the blocks that the training says."""
+    every = training.checkpoint_every
+    for index, block in enumerate(blocks):
+        if every and index % every == every - 1:
+            options = {"context_fn": _saving_operators} if training.saves_operators else {}
+            blocks[index] = checkpoint_wrapper(block, **options)
+
+
+def _saving_operators() -> Any:
     """Contexts of a block that keeps attention's results and those of every second product."""
     products: Counter[bool] = Counter()
 
@@ -160,18 +165,24 @@ def _fsdp1(training: Training, model: Decoder) -> nn.Module:
     return FullyShardedDataParallel(model, **options)
 
 
-def _syncing(training: Training, model: Any, last: bool) -> AbstractContextManager[Any]:
-    return model.no_sync() if training.sync_last_only and not last else nullcontext()
+def syncing(training: Training, model: Any, last: bool) -> AbstractContextManager[Any]:
+    """The block of a micro-batch, in which gradients are reduced or not."""
+    syncs = last or not training.sync_last_only
+    if training.strategy == "fsdp2":
+        model.set_requires_gradient_sync(syncs)
+    return nullcontext() if syncs or training.strategy in ("fsdp2", "one GPU") else model.no_sync()
 
 
-def _clip(training: Training, model: Any) -> None:
+def clip(training: Training, model: Any) -> None:
+    """Clip gradients by their norm over all ranks."""
     if training.strategy in ("fsdp1", "hsdp"):
         model.clip_grad_norm_(1.0)
     else:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def _optimizer(training: Training, model: nn.Module) -> Optimizer:
+def optimizer_of(training: Training, model: nn.Module) -> Optimizer:
+    """AdamW, as the training has it."""
     if training.optimizer == "loop":
         return torch.optim.AdamW(model.parameters(), foreach=False)
     return torch.optim.AdamW(model.parameters(), fused=training.optimizer == "fused" or None)

@@ -6,15 +6,13 @@ on more: which norm saves float32, who holds the logits in backward, which gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 from torch.nn.parallel import DistributedDataParallel
@@ -22,25 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from shardmark.meter.recording import mark
 from studies.published.decoders import DecoderSize, WideRMSNorm
 from studies.published.programs import Program
-from studies.published.training import default_dtype, saving_operators
-
-BF16, FP32 = torch.bfloat16, torch.float32
+from studies.published.training import Training, checkpoint_blocks, clip, default_dtype, optimizer_of, syncing
 
 
 @dataclass(frozen=True)
 class Written:
-    """A training step and what its memory depends on."""
+    """A training, and what its memory depends on besides."""
 
-    size: DecoderSize
-    length: int
-    batch: int
-    ranks: int
-    strategy: str
-    """ "one GPU", "ddp", "fsdp1" or "fsdp2"."""
-    master: torch.dtype
-    """Dtype of the parameters that the optimizer updates."""
-    reduce: torch.dtype
-    """Dtype of the gradients' reduction."""
+    training: Training
     norm: type[nn.Module]
     """RMSNorm: PyTorch's, which saves its input, or one written out, which saves it in float32."""
     float32_logits: str
@@ -49,20 +36,12 @@ class Written:
     """Whether the loop holds the logits until the next ones are there."""
     cuts_heads: bool = False
     """Whether queries, keys and values are one product, cut and joined again, as litgpt's."""
-    checkpoints: str = ""
-    """Recomputed in backward: nothing, each block ("full"), or its "operators" but attention and every second
-    product."""
-    micro_batches: int = 1
-    syncs_last_only: bool = False
-    """Whether gradients are reduced in the last micro-batch alone."""
     keeps_last: bool = False
     """Whether FSDP2 keeps the last block's parameters after forward, which backward needs first."""
     keeps_root: bool = False
     """Whether FSDP2 keeps the root's, as it did whatever the argument, before `reshard_after_forward=None`."""
     from_meta: bool = False
     """Whether parameters are made as shards, and never whole."""
-    clips: bool = True
-    fused: bool = False
 
 
 class WiderRMSNorm(WideRMSNorm):
@@ -123,11 +102,11 @@ def _rotated(x: Tensor, table: Tensor) -> Tensor:
 class _Block(nn.Module):
     def __init__(self, written: Written) -> None:
         super().__init__()
-        width, ffn = written.size.width, written.size.ffn_width
-        self.norm_1, self.norm_2 = written.norm(width), written.norm(width)
-        self.attention = _Attention(written.size, written.cuts_heads)
-        self.gate, self.up = nn.Linear(width, ffn, bias=False), nn.Linear(width, ffn, bias=False)
-        self.down = nn.Linear(ffn, width, bias=False)
+        size = written.training.size
+        self.norm_1, self.norm_2 = written.norm(size.width), written.norm(size.width)
+        self.attention = _Attention(size, written.cuts_heads)
+        self.gate, self.up = (nn.Linear(size.width, size.ffn_width, bias=False) for _ in range(2))
+        self.down = nn.Linear(size.ffn_width, size.width, bias=False)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x), table)
@@ -142,13 +121,13 @@ class _Decoder(nn.Module):
 
     def __init__(self, written: Written) -> None:
         super().__init__()
-        size = written.size
+        size = written.training.size
         self.embedding = nn.Embedding(size.vocab, size.width)
         self.blocks = nn.ModuleList(_Block(written) for _ in range(size.layers))
         self.norm = written.norm(size.width)
         self.output = nn.Linear(size.width, size.vocab, bias=False)
         head = size.width // size.heads
-        table = torch.empty(written.length, head if written.cuts_heads else head // 2, dtype=torch.complex64)
+        table = torch.empty(written.training.length, head if written.cuts_heads else head // 2, dtype=torch.complex64)
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -162,14 +141,16 @@ class _Decoder(nn.Module):
 def program(written: Written) -> Program:
     """Two steps, so that the optimizer has its state in the second."""
 
+    training = written.training
+
     def steps() -> None:
         model = _made(written)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=written.fused or None)
+        optimizer = optimizer_of(training, model)
         logits = None
         for _ in range(2):
-            for number in range(written.micro_batches):
-                tokens, targets = torch.zeros(2, written.batch, written.length, dtype=torch.long)
-                with _syncing(written, model, number == written.micro_batches - 1):
+            for number in range(training.micro_batches):
+                tokens, targets = torch.zeros(2, training.batch, training.length, dtype=torch.long)
+                with syncing(training, model, number == training.micro_batches - 1):
                     logits = model(tokens)
                     if written.float32_logits == "model":
                         logits = logits.float()
@@ -179,8 +160,8 @@ def program(written: Written) -> Program:
                     if not written.keeps_logits:
                         logits = None
                     loss.backward()
-            if written.clips:
-                _clip(written, model)
+            if training.clips:
+                clip(training, model)
             optimizer.step()
             optimizer.zero_grad()
         mark("done")
@@ -189,18 +170,16 @@ def program(written: Written) -> Program:
 
 
 def _made(written: Written) -> Any:
-    with default_dtype(written.master), torch.device("meta") if written.from_meta else nullcontext():
+    training = written.training
+    with default_dtype(training.master), torch.device("meta") if written.from_meta else nullcontext():
         model = _Decoder(written)
-    if written.checkpoints:
-        options: dict[str, Any] = {"context_fn": saving_operators} if written.checkpoints == "operators" else {}
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = checkpoint_wrapper(block, **options)
-    if written.strategy == "ddp":
+    checkpoint_blocks(training, model.blocks)
+    if training.strategy == "ddp":
         return DistributedDataParallel(model)
-    if written.strategy == "fsdp1":
+    if training.strategy == "fsdp1":
         return _fsdp1(written, model)
-    if written.strategy == "fsdp2":
-        policy = MixedPrecisionPolicy(BF16, written.reduce)
+    if training.strategy == "fsdp2":
+        policy = MixedPrecisionPolicy(training.compute, training.reduce)
         for number, block in enumerate(model.blocks, 1):
             keeps = written.keeps_last and number == len(model.blocks)
             fully_shard(block, mp_policy=policy, reshard_after_forward=not keeps)
@@ -211,8 +190,9 @@ def _made(written: Written) -> Any:
 
 
 def _fsdp1(written: Written, model: _Decoder) -> FullyShardedDataParallel:
+    training = written.training
     options: dict[str, Any] = {
-        "mixed_precision": MixedPrecision(BF16, written.reduce, BF16),
+        "mixed_precision": MixedPrecision(training.compute, training.reduce, training.compute),
         "device_id": torch.device("cpu"),
         "use_orig_params": True,
     }
@@ -225,22 +205,3 @@ def _fsdp1(written: Written, model: _Decoder) -> FullyShardedDataParallel:
 
 def _materialized(module: nn.Module) -> None:
     module.to_empty(device="cpu", recurse=False)
-
-
-def _syncing(written: Written, model: Any, last: bool) -> AbstractContextManager[Any]:
-    if last or not written.syncs_last_only or written.strategy == "one GPU":
-        if written.strategy == "fsdp2":
-            model.set_requires_gradient_sync(True)
-        return nullcontext()
-    if written.strategy == "fsdp2":
-        model.set_requires_gradient_sync(False)
-        return nullcontext()
-    no_sync: Callable[[], AbstractContextManager[Any]] = model.no_sync
-    return no_sync()
-
-
-def _clip(written: Written, model: Any) -> None:
-    if written.strategy == "fsdp1":
-        model.clip_grad_norm_(1.0)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
