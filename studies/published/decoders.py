@@ -37,15 +37,19 @@ class DecoderSize:
 
 
 class WideRMSNorm(nn.Module):
-    """Computes in float32, as Llama's own code does."""
+    """Computes in float32, as Llama's own code does: where backward needs no input, it is free before the rounding."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
+        return normalized(x.float()).type_as(x) * self.weight
+
+
+def normalized(x: Tensor) -> Tensor:
+    """`x` over the root of its mean square in the last dimension."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

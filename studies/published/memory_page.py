@@ -51,8 +51,8 @@ whole between micro-batches. Figures of pull request 165 are percentages of its 
 
 {summary}
 
-**Active** memory is allocated, or freed while other streams use it. The reserved memory of FSDP2 is less sure: the
-code simulated is that of today's PyTorch, and FSDP2's buffers and streams were others in 2024.
+**Active** memory is allocated, or freed while other streams use it. The FSDP that is simulated is today's PyTorch's,
+but for FSDP2's memory of reductions, which until July 2024 was apart (pytorch/pytorch#129721).
 """
 
 

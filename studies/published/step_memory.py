@@ -11,29 +11,28 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from studies.published.decoders import WideRMSNorm
 from studies.published.memory_rows import PEAK, RESERVED, Compared, beside, held
 from studies.published.rules import Row
 from studies.published.step_rows import Published, numbered, published_of, why_unknown
-from studies.published.whole_steps import WiderRMSNorm, Written, program
+from studies.published.whole_steps import HoldingRMSNorm, WiderRMSNorm, Written, program
 
 FP32 = torch.float32
 RESERVED_METRIC = "memory reserved"
 FIGURES = {"peak memory": PEAK, "peak active memory": "peak_active", RESERVED_METRIC: RESERVED}
 
-# April 2024: the model returns float32 logits, which the loop holds in backward.
-_TITAN_2024_04 = {"norm": WideRMSNorm, "float32_logits": "model", "keeps_logits": True}
-_TITAN_2024_12 = {"norm": nn.RMSNorm, "float32_logits": "loss", "keeps_logits": False}
-_TITAN = {"from_meta": True, "keeps_last": True, "keeps_root": True}
+# March 2024: the model returns float32 logits, which the loop holds in backward; its table is for 2 x 32,768 positions.
+_TITAN_2024_03 = {"float32_logits": "model", "keeps_logits": True, "reduces_apart": True, "positions": 65_536}
+_TITAN_2024_12 = {"float32_logits": "loss", "keeps_logits": False}
+_TITAN = {"norm": WideRMSNorm, "from_meta": True, "keeps_last": True, "keeps_root": True}
 WRITTEN: dict[str, dict[str, Any]] = {
-    "torchtitan/pull/165": _TITAN | _TITAN_2024_04,
+    "torchtitan/pull/165": _TITAN | _TITAN_2024_03,
     "llama3_h100_202412": _TITAN | _TITAN_2024_12,
     # Fabric makes what the model returns float32, and the loss's function frees both. Its README: batches of 512 rows
     # but under FSDP, where they are 32.
     "extensions/thunder": {
-        "norm": WideRMSNorm,
+        "norm": HoldingRMSNorm,
         "float32_logits": "loss",
         "keeps_logits": False,
         "cuts_heads": True,

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 from torch.nn.parallel import DistributedDataParallel
 
 from shardmark.meter.recording import mark
-from studies.published.decoders import DecoderSize, WideRMSNorm
+from studies.published.decoders import DecoderSize, WideRMSNorm, normalized
 from studies.published.programs import Program
 from studies.published.training import Training, checkpoint_blocks, clip, default_dtype, optimizer_of, syncing
 
@@ -29,7 +30,7 @@ class Written:
 
     training: Training
     norm: type[nn.Module]
-    """RMSNorm: PyTorch's, which saves its input, or one written out, which saves it in float32."""
+    """RMSNorm, written out, which saves its input in float32."""
     float32_logits: str
     """Float32 logits are made by the "model", which returns them, by the "loss", which frees them, or by none ("")."""
     keeps_logits: bool
@@ -40,8 +41,20 @@ class Written:
     """Whether FSDP2 keeps the last block's parameters after forward, which backward needs first."""
     keeps_root: bool = False
     """Whether FSDP2 keeps the root's, as it did whatever the argument, before `reshard_after_forward=None`."""
+    reduces_apart: bool = False
+    """Whether FSDP2 allocates what it reduces on the stream of its reductions, as before pytorch/pytorch#129721."""
+    positions: int = 0
+    """How many positions the table of rotations has, where more than the training's length."""
     from_meta: bool = False
     """Whether parameters are made as shards, and never whole."""
+
+
+class HoldingRMSNorm(WideRMSNorm):
+    """Its input in float32 lives until its result is rounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return normalized(wide).type_as(x) * self.weight
 
 
 class WiderRMSNorm(WideRMSNorm):
@@ -49,7 +62,7 @@ class WiderRMSNorm(WideRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight).type_as(x)
+        return (normalized(wide) * self.weight).type_as(x)
 
 
 class _Attention(nn.Module):
@@ -72,12 +85,9 @@ class _Attention(nn.Module):
     def _apart(self, x: Tensor, table: Tensor) -> list[Tensor]:
         """Rotated as complex numbers; key and value heads are repeated."""
         q, k, v = (one(x).unflatten(-1, (-1, self.head)) for one in (self.query, self.key, self.value))
-        q, k = (
-            torch.view_as_real(torch.view_as_complex(one.float().unflatten(-1, (-1, 2))) * table[:, None])
-            .flatten(3)
-            .type_as(one)
-            for one in (q, k)
-        )
+        pairs = [torch.view_as_complex(one.float().unflatten(-1, (-1, 2))) for one in (q, k)]
+        wide = [torch.view_as_real(one * table[:, None]).flatten(3) for one in pairs]
+        q, k = (one.type_as(v) for one in wide)
         times = self.size.heads // self.size.kv_heads
         if times > 1:
             k, v = (one.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3) for one in (k, v))
@@ -127,13 +137,14 @@ class _Decoder(nn.Module):
         self.norm = written.norm(size.width)
         self.output = nn.Linear(size.width, size.vocab, bias=False)
         head = size.width // size.heads
-        table = torch.empty(written.training.length, head if written.cuts_heads else head // 2, dtype=torch.complex64)
+        positions = written.positions or written.training.length
+        table = torch.empty(positions, head if written.cuts_heads else head // 2, dtype=torch.complex64)
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, self.table)
+            x = block(x, self.table[: tokens.shape[1]])
         return self.output(self.norm(x))
 
 
@@ -184,9 +195,24 @@ def _made(written: Written) -> Any:
             keeps = written.keeps_last and number == len(model.blocks)
             fully_shard(block, mp_policy=policy, reshard_after_forward=not keeps)
         fully_shard(model, mp_policy=policy, reshard_after_forward=not written.keeps_root)
+        if written.reduces_apart:
+            apart = _Apart(model)
+            for unit in (model, *model.blocks):
+                unit.set_custom_reduce_scatter(apart)
         if written.from_meta:
             model.to_empty(device="cpu")
     return model
+
+
+class _Apart(DefaultReduceScatter):
+    """Allocates on the stream of reductions."""
+
+    def __init__(self, model: Any) -> None:
+        self.state = model._get_fsdp_state()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with torch.cpu.stream(self.state._comm_ctx.reduce_scatter_stream):
+            return super().allocate(size, dtype=dtype, device=device)
 
 
 def _fsdp1(written: Written, model: _Decoder) -> FullyShardedDataParallel:
