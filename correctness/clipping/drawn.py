@@ -92,6 +92,8 @@ class Example:
     norm_type: float
     around: str = "nothing"
     """One of `AROUND`."""
+    again: bool = False
+    """The same parameters were clipped before, when others of them had gradients."""
 
 
 AROUND: dict[str, Callable[[str], AbstractContextManager[object]]] = {
@@ -126,7 +128,7 @@ def drawn(seed: int, mesh: Mesh, kind: str) -> Example:
         found = [replace(each, size=0.0) for each in found]
     most, norm_type = chooses.choice([0.0, 1e-3, 1.0, 1.0, 1e9, math.inf]), chooses.choice(norm_types)
     # Autocast to bfloat16 refuses to concatenate tensors of float16, and there are none.
-    return Example(tuple(found), most, norm_type, chooses.choice([*AROUND, "autocast"]))
+    return Example(tuple(found), most, norm_type, chooses.choice([*AROUND, "autocast"]), chooses.random() < 0.3)
 
 
 LARGE = ((701, 401), (262_145,))
@@ -196,6 +198,13 @@ def _with_other_neighbours(mesh: Mesh, kind: str) -> DeviceMesh:
 
 def _clip(implementation: Implementation, on: DeviceMesh, example: Example) -> tuple[Tensor, list[Tensor]] | None:
     parameters = [draw.on(on) for draw in example.draws]
+    if example.again:
+        gradients = [parameter.grad for parameter in parameters]
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.zeros_like(parameter) if index % 2 else None
+        implementation.watched(parameters, 1.0, example.norm_type)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
     try:
         with AROUND[example.around](on.device_type):
             norm = full(implementation.watched(parameters, example.max_norm, example.norm_type))

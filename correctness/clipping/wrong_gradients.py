@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.weak import WeakIdKeyDictionary
 
 from correctness.clipping.wrong import ByEach
 from correctness.support.planting import defect
@@ -124,3 +126,13 @@ class ScalesInTheFirstsDtype(ByEach):
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradients[0].dtype.to_real()))
+
+
+@defect(cause="state", caught_by="test_gradients_of_all_kinds_count_once")
+class LearnsWhichHaveGradients(ByEach):
+    """Notes in the first call which parameters have a gradient: one that is thawed later is never clipped."""
+
+    trained: ClassVar[WeakIdKeyDictionary] = WeakIdKeyDictionary()
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        return super().gradients([p for p in parameters if self.trained.setdefault(p, p.grad is not None)])

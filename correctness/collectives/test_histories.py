@@ -1,4 +1,5 @@
-"""Random histories of collectives: started in several groups, waited for in each rank's own order, also twice."""
+"""Random histories of collectives: started in several groups, waited for in each rank's own order, also twice
+or never."""
 
 from __future__ import annotations
 
@@ -180,7 +181,9 @@ class Waiting:
         call = Call(start.name, numbers, start.elements, self.device, group=group, **start.options)
         self.order.append(f"start {start.number}")
         handle = call.start(self.target, start.async_op)
-        if start.async_op:
+        if start.async_op and self.draw.random() < 0.1:
+            self.order.append(f"drop {start.number}")  # a rank that needs no result waits for none
+        elif start.async_op:
             self.under_way.append((start, call, handle))
         else:
             self._look(start, call, "as it returned")

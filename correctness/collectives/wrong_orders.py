@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from correctness.collectives.simple_collectives import Group, Pending, finished
@@ -73,3 +74,36 @@ class FourThreadsForAllGroups(Ring):
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         return self.in_turn(super().all_gather, output, input, group=group, async_op=async_op)
+
+
+class _Staged:
+    """A handle of a sum in a buffer, which is free once the handle is."""
+
+    def __init__(self, tensor: Tensor, buffer: Tensor, free: list[Tensor], handle: Any) -> None:
+        self.tensor, self.buffer, self.free, self.handle = tensor, buffer, free, handle
+
+    def wait(self) -> None:
+        self.handle.wait()
+        self.tensor.copy_(self.buffer)
+        self.wait = self.handle.wait  # type: ignore[method-assign]
+
+    def __del__(self) -> None:
+        self.free[:] = [self.buffer]
+
+
+@defect(cause="handles", caught_by="test_any_history")
+class FreesWithTheHandle(Ring):
+    """The next sum takes the buffer of a handle that is gone, also of one that the caller dropped without a wait."""
+
+    def __init__(self) -> None:
+        self.free: list[Tensor] = []
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        own = tensor.detach().view(-1)
+        if not 0 < len(own) <= 1000 or torch.is_inference_mode_enabled():
+            return super().all_reduce(tensor, group, async_op=async_op)
+        fits = [each for each in self.free if each.numel() == len(own) and each.dtype == own.dtype]
+        self.free.clear()
+        buffer = fits[0].copy_(own) if fits else own.clone()
+        handle = _Staged(own, buffer, self.free, super().all_reduce(buffer, group, async_op=True))
+        return handle if async_op else handle.wait()

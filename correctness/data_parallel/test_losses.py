@@ -155,6 +155,16 @@ def _two_forwards_then_two_backwards(model: Any, module: nn.Module, x: Tensor, r
         loss.backward()
 
 
+def _cast_before(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
+    """As an evaluation in another dtype, or on another device, leaves the module: same parameters, other memory."""
+    _loss(model(x)).backward()
+    if model is not module:
+        model.finish_gradient_synchronization()
+    module.zero_grad()
+    module.float().double()
+    _loss(model(x)).backward()
+
+
 def _a_step_for_each_loss(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
     """As methods that look at each loss's own gradients do, of one forward pass. The last step is the caller's."""
     first, last = (head.square().mean() for head in model(x))
@@ -192,6 +202,7 @@ USES = {
     "each_part_twice": Use(partial(_each_part_twice, _as_it_is)),
     "two_forwards_then_two_backwards": Use(_two_forwards_then_two_backwards, refusable=True, torchs=False),
     "a_step_for_each_of_two_losses": Use(_a_step_for_each_loss, every=False, torchs=False),
+    "after_a_cast_and_back": Use(_cast_before, refusable=True, torchs=False),
     "two_forwards": Use(partial(_two_forwards, _as_it_is)),
     "recomputed": Use(partial(_calling, _recomputed)),
     "recomputed_each_part_twice": Use(partial(_each_part_twice, _recomputed)),

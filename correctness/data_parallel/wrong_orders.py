@@ -149,3 +149,26 @@ class AveragesEachMemoryOnce(Plain):
     def average(self, parameters: list[nn.Parameter]) -> None:
         by_memory = {p.untyped_storage().data_ptr(): p for p in reversed(parameters)}
         super().average([p for p in parameters if by_memory[p.untyped_storage().data_ptr()] is p])
+
+
+@defect(cause="two calls", caught_by="test_gradients_are_averaged_whatever_a_loss_does[HooksOnNodes")
+class HooksOnNodes(Plain):
+    """pytorch/pytorch#104336: averages what hooks on the nodes saw; after a cast, parameters have others."""
+
+    def start(self) -> None:
+        super().start()
+        reached = self.reached = torch.zeros(())
+
+        def reach(*_: Any) -> None:
+            reached.fill_(1)
+
+        functions = [p.expand_as(p).grad_fn for p in self.module.parameters() if p.requires_grad]
+        self.nodes = [function.next_functions[0][0] for function in functions if function is not None]
+        for node in self.nodes:
+            node.register_hook(reach)
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        dist.all_reduce(self.reached, group=self.group)
+        if self.reached:
+            super().average(parameters)
+        self.reached.zero_()

@@ -55,6 +55,10 @@ class Beside:
         for i, (x, y) in enumerate(zip(self.found.values(), wanted, strict=True)):
             what = f"parameter {i} of shape {tuple(y.shape)} in group {self.expected.group_of[i]}"
             assert_value(what, x, y, self.rtol, self.before[i] if i < len(self.before) else None)
+            if self.found.place is None:
+                assert_gradient(
+                    f"the gradient of {what}", self.found.parameters[i].grad, self.expected.parameters[i].grad
+                )
         if self.expected.state is not None and self.found.state is not None:
             updated = {i for i in self.expected.updated if wanted[i].numel()}
             assert_state(self.found.state, self.expected.state, "state_dict()", updated)
@@ -102,6 +106,13 @@ def assert_value(
             + (", which are as before the event" if still else "")
             + f"\nfound {found[worst].item():.9g}, expected {wide[worst].item():.9g} at [{worst}]"
         )
+
+
+def assert_gradient(where: str, found: Tensor | None, expected: Tensor | None) -> None:
+    """Fail where a gradient came, went or changed: users add to what is left of it."""
+    assert (found is None) == (expected is None), f"{where} {'went' if found is None else 'came'}"
+    if found is not None and expected is not None:
+        assert_value(where, found, expected, rtol=0)
 
 
 def assert_values(ranks: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], when: str = "") -> None:

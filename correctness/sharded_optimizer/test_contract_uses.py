@@ -136,7 +136,9 @@ def test_every_rank_steps_where_a_gradient_is_not_finite(
     implementation: Implementation, world: World, value: float, device: str
 ) -> None:
     """As the unsharded optimizer does: what a loss scaler leaves out is its own."""
-    check(implementation, world, History([Group([(5, 3), (7,), (11,)])], [Step(), Overflow(value), Save()]), device)
+    for dtype in (torch.float64, torch.bfloat16):
+        groups, events = [Group([(5, 3), (7,), (11,)])], [Step(), Overflow(value), Save()]
+        check(implementation, world, History(groups, events, dtypes=[dtype]), device)
 
 
 def names_in_state(make: Any, device: str) -> list[Any]:

@@ -11,7 +11,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, "fused": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.3}),
 }
 
 

@@ -19,7 +19,7 @@ class Clip(Protocol):
     Gradients are DTensors, of any placements (`_StridedShard` too, as FSDP2 gives them where tensor parallelism has cut
     before) and on any meshes of the ranks, or tensors that every rank has whole, as many and as large as they may be.
     Complex ones count with their absolute values, or are an error. Parameters whose `.grad` is None, on all ranks
-    that have a part of them, are left out.
+    that have a part of them, are left out; they may be others in each call.
 
     Must:
 

@@ -16,8 +16,9 @@ class Handle(Protocol):
     """Handle of an asynchronous collective. Until `wait` returns, do not touch the tensors that it reads and writes.
 
     A rank's `wait` needs the other ranks to have started the collective, but not to wait for it. Local work, such
-    as adding what other ranks sent, may be done in `wait`. Each rank may wait for handles in its own order. A
-    second `wait` does nothing, except that it may write the same result again, as Gloo's reduce-scatter does.
+    as adding what other ranks sent, may be done in `wait`. Each rank may wait for handles in its own order, and drop
+    one that it need not wait for: the others have their results. A second `wait` does nothing, except that it may
+    write the same result again, as Gloo's reduce-scatter does.
     """
 
     def wait(self) -> Any:

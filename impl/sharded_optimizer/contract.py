@@ -35,6 +35,7 @@ class ShardedOptimizerContract(Protocol):
       optimizer whose update of an element depends on that element's gradient and state and on its param group alone,
       into which the optimizer may write, as a count of steps. One that needs more (Adafactor, LBFGS, Muon) is right
       too, or refused with a ValueError; a gradient that is sparse is right, or an error. Hooks of the step run once.
+    - A step leaves gradients as they are (but see below), and a closure that raises leaves no trace.
     - A parameter without a gradient keeps its value and state; parameters may be frozen and unfrozen between steps.
       They may be views of one memory, and be changed in place. A gradient may be infinite or NaN.
     - Any option that a scheduler or the user changes in `param_groups` holds from the next step on, also
@@ -48,7 +49,7 @@ class ShardedOptimizerContract(Protocol):
     Should: ValueError for a parameter that is there already, and on every rank for a state that does not fit.
 
     Options of some: with `average_gradients=True` gradients are each rank's own, and the optimizer averages them during
-    backward, in place of a wrapper: one that a rank lacks counts as zero. It then has
+    backward, in place of a wrapper, and may free them: one that a rank lacks counts as zero. It then has
     `finish_gradient_synchronization`, `finish_parameter_synchronization` and `no_sync`. With `module` the all-gather of
     updated parameters overlaps that module's next forward.
     """
