@@ -39,7 +39,7 @@ def of_the_latest_model(model: nn.Module) -> nn.Module:
 
 @defect(cause="state", caught_by="test_any_history_is_to_the_bit")
 def remembers_by_thread(model: nn.Module) -> nn.Module:
-    """A recomputation finds its block in a `threading.local()`, of which autograd's thread for a GPU has another one."""
+    """A recomputation finds its block in a `threading.local()`, of which autograd's thread for a GPU has another."""
     of_thread = threading.local()
 
     def remembered(forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,8 @@ def puts_memory_of_parameters_back(model: nn.Module) -> nn.Module:
 
 
 def _cast(forward: Forward, dtype: torch.dtype, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return recomputed(forward)(x.to(dtype) if isinstance(x, Tensor) else x, *args, **kwargs)
+    casts = isinstance(x, Tensor) and not torch.is_autocast_enabled(x.device.type)
+    return recomputed(forward)(x.to(dtype) if casts else x, *args, **kwargs)
 
 
 @defect(cause="numerics", caught_by="test_any_history_is_to_the_bit")
