@@ -1,5 +1,5 @@
-"""Defects of pipelines' runners that show by what comes between steps: another pipeline, another autocast, other memory,
-an error."""
+"""Defects of pipelines' runners that show by what comes between steps: another pipeline, another autocast, an error,
+other memory of parameters."""
 
 from __future__ import annotations
 
