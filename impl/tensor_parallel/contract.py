@@ -40,7 +40,7 @@ class Parallelize(Protocol):
     - Frozen parameters keep their values, also those that are frozen or thawed between calls; tied ones stay one.
       Several calls may wait for their backward passes, in any order, of which one that keeps its graph may have more;
       what a call has returned stays as it is. Other calls may come before and between them, without autograd or under
-      `torch.inference_mode()`.
+      `torch.inference_mode()`, and other models' calls.
     - Dropout draws from the default generators, which ranks of `tp` have in the same state before a call and after it.
       Copies of a value are dropped on all ranks or on none; other tokens, heads and layers draw independently; a call
       that is recomputed drops the same values.
