@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from correctness.engine.histories import one_in
+
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 AUTOCASTS = ("bfloat16", "float16", "bfloat16, then disabled", "float16, then disabled")
 MODES = ("train", "eval", "dropout alone trains", "dropout alone evaluates", "every second block evaluates")
 AROUND = (None, None, None, "no_grad", "bfloat16", "float16", "disabled")
 CHANGES = (
     None, None, None, "weights in place", "a state_dict", "a state_dict assigned", "parameters replaced", "copied",
-    "freeze the first block", "thaw all", "no mode is set",
+    "freeze the first block", "thaw all", "no mode is set", "memory replaced", "another dtype",
 )  # fmt: skip
+BETWEEN = (None, None, None, "another model", "another model, made anew")
 PLACES = (
     "itself", "itself", "in a tuple", "in a dict", "in a list", "in an object", "in a tuple in a dict",
     "in an object in a list", "after None", "the input", "as complex numbers",
@@ -26,7 +29,7 @@ PLACES = (
 OUTPUTS = ("a tensor", "a tensor", "a tensor", "a view written in place", "a tuple", "a dict", "an object")
 ODD_BLOCKS = ("ignores its input", "returns its input")
 AGAIN = (None, None, None, "retained", "differentiated")
-LAYOUTS = ("contiguous", "contiguous", "transposed", "expanded", "another batch")
+LAYOUTS = ("contiguous", "contiguous", "transposed", "expanded", "another batch", "no rows")
 WAYS = ("backward", "backward(inputs=some)", "grad of all", "grad of some")
 
 
@@ -62,6 +65,12 @@ class Pass:
     layout: str
     waits: bool
     """Run its backward only after forward and backward of the next pass."""
+    packed: bool
+    """The caller's hooks of saved tensors are around forward, as those that offload them."""
+    between: str | None
+    """Before backward, forward and backward of another model with the same policy, one of `BETWEEN`."""
+    on_a_thread: bool
+    """Run backward on another thread, as autograd runs that of a GPU."""
     change: str | None
     """Change of the model before the pass, one of `CHANGES`."""
 
@@ -122,6 +131,9 @@ PASSES = st.builds(
     subset=st.integers(2, 4),
     layout=st.sampled_from(LAYOUTS),
     waits=st.booleans(),
+    packed=one_in(4),
+    between=st.sampled_from(BETWEEN),
+    on_a_thread=one_in(4),
     change=st.sampled_from(CHANGES),
 )
 HISTORIES = st.builds(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from correctness.checkpointing.events import DROPOUTS, History, Model, Pass, returned, taken
 
@@ -37,20 +39,24 @@ def results(policy: Any, history: History, device: str) -> list[Result]:
     handles += _hooked(model, history, before=False)
     found: list[Result] = []
     waiting: list[tuple[int, Pass, Tensor]] = []
+    others: list[nn.Module] = []
     for number, each in enumerate(history.events, 1):
         last = number == len(history.events)
         if number > 1 and last:
             for handle in handles:
                 handle.remove()
         if not waiting:
-            model, first = _changed(model, first, history, each)
+            model, first = _changed(model, first, history, each, leaves)
         named = {**leaves, **dict(model.named_parameters())}
         with ExitStack() as stack:
             if each.autocast:
                 dtype = getattr(torch, each.autocast.split(",")[0])
                 stack.enter_context(torch.autocast(device, dtype=dtype))
-            output = _forward(model, history, each, leaves, device)
+            with saved_tensors_hooks(_elsewhere, lambda copied: copied) if each.packed else nullcontext():
+                output = _forward(model, history, each, leaves, device)
             found.append((number, "the output", output.detach()))
+            if each.between:
+                found += _of_another(policy, others, history, number, each, device)
             if output.requires_grad and each.backward_inside and not each.waits:
                 found += _backward(number, each, output, named, device)
         if (
@@ -66,6 +72,33 @@ def results(policy: Any, history: History, device: str) -> list[Result]:
     while waiting:
         found += _backward(*waiting.pop(-history.last_forward_first), named, device)
     return found
+
+
+def _elsewhere(x: Tensor) -> Tensor:
+    """A copy in other memory, with the same strides, as bits may depend on them."""
+    return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
+
+
+def _of_another(
+    policy: Any, others: list[nn.Module], history: History, number: int, each: Pass, device: str
+) -> list[Result]:
+    """Train another model with the same policy; return its gradients. One that is made anew may get the memory, and so
+    the id, of the one before."""
+    if not others or each.between == "another model, made anew":
+        others.clear()
+        others.append(policy(Model(history).to(device, history.dtype)))
+    (other,) = others
+    other.zero_grad()
+    x = torch.randn(4, 8, device=device, dtype=history.dtype)
+    try:
+        output = other(x)
+    except Exception as error:
+        if history.output in ("a tuple", "a dict", "an object"):
+            raise Refused(f"blocks take and return a tensor alone: {type(error).__name__}: {error}") from error
+        raise
+    if output.requires_grad:
+        output.float().square().mean().backward()
+    return [(number, f"another model's gradient of {name}", p.grad) for name, p in other.named_parameters()]
 
 
 def _hooked(model: Model, history: History, before: bool) -> list[Any]:
@@ -103,9 +136,11 @@ def _bent(gradient: Tensor | None) -> Tensor | None:
     return gradient * 0.5 + 0.25 if gradient is not None and gradient.is_floating_point() else gradient
 
 
-def _changed(model: Model, first: nn.Module, history: History, each: Pass) -> tuple[Model, nn.Module]:
-    """Change the model as the pass says, then set the mode of each submodule; return the model that goes on and its
-    first block."""
+def _changed(
+    model: Model, first: nn.Module, history: History, each: Pass, leaves: dict[str, Tensor]
+) -> tuple[Model, nn.Module]:
+    """Change the model as the pass says, and the leaves' dtype with it, then set the mode of each submodule; return the
+    model that goes on and its first block."""
     if each.change == "freeze the first block" and not history.ignores:
         first.requires_grad_(False)
     elif each.change == "thaw all":
@@ -123,6 +158,13 @@ def _changed(model: Model, first: nn.Module, history: History, each: Pass) -> tu
         _scale(old)
     elif each.change == "weights in place":
         _scale(model)
+    elif each.change == "memory replaced":
+        for p in model.parameters():
+            p.data = p.data * 0.9
+    elif each.change == "another dtype":
+        model.to(torch.float64 if leaves["the input"].dtype == torch.float32 else torch.float32)
+        for leaf in leaves.values():
+            leaf.grad, leaf.data = None, leaf.data.to(next(model.parameters()).dtype)
     if each.change == "no mode is set":
         return model, first
     model.train(each.mode in ("train", "dropout alone evaluates", "every second block evaluates"))
@@ -161,6 +203,8 @@ def _forward(model: Model, history: History, each: Pass, leaves: dict[str, Tenso
         x = x[:1].expand(6, 8)
     elif each.layout == "another batch" and not history.extra:
         x = x[:3]
+    elif each.layout == "no rows" and not history.extra:
+        x = x[:0]
     with torch.autocast(device, enabled=False) if each.autocast and "disabled" in each.autocast else nullcontext():
         try:
             if each.evaluated_first:
@@ -210,8 +254,15 @@ def _backward(number: int, each: Pass, output: Tensor, named: dict[str, Tensor],
         around = torch.autocast(device, enabled=False)
     elif each.around:
         around = torch.autocast(device, dtype=getattr(torch, each.around))
-    with around:
-        return _gradients(loss, each, named, number)
+
+    def gradients() -> list[Result]:
+        with around:
+            return _gradients(loss, each, named, number)
+
+    if not each.on_a_thread:
+        return gradients()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(gradients).result()
 
 
 def _gradients(loss: Tensor, each: Pass, named: dict[str, Tensor], number: int) -> list[Result]:

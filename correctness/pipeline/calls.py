@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -71,6 +72,60 @@ def _refusing(device: str, stage: int, stages: int) -> nn.Module:
 def refuse_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> None:
     pipeline = implementation.watched(partial(_refusing, device), group_of(mesh, device), COUNT, loss=loss)
     pipeline.step(*micro_batches(COUNT, 0, device, True))
+
+
+class RefusesOnce:
+    """A loss that raises when it has been asked for the third time, or whose backward pass raises then."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.asked = where, 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.asked += 1
+        if self.asked == 3 and self.where == "forward":
+            raise Refused("no third micro-batch")
+        found = loss(output, target)
+        if self.asked == 3:
+            found.register_hook(_refuse)
+        return found
+
+
+def _refuse(gradient: Tensor) -> None:
+    raise Refused("no third gradient")
+
+
+def step_after_an_error_on_rank(
+    implementation: Implementation, mesh: Mesh, where: str, device: str
+) -> tuple[list[str], Trained]:
+    """Tensors that are alive after a step that raised, and the step after it."""
+    noted = Noted()
+    pipeline = implementation.watched(
+        lambda stage, stages: Noting(build("plain", device, stage, stages), noted, stage),
+        group_of(mesh, device),
+        COUNT,
+        loss=RefusesOnce(where),
+    )
+    try:
+        pipeline.step(*micro_batches(COUNT, 1, device, True))
+    except Exception as error:
+        if "no third" not in f"{error} {error.__cause__}":
+            raise
+        traceback.clear_frames(error.__traceback__)
+    else:
+        raise AssertionError("the error of a loss is not raised")
+    messages = {f"an output of stage {stage - 1}" for stage in pipeline.modules}  # between stages of this rank
+    alive = sorted({what for what, memory in noted.memory if not memory.expired()} - messages)
+    alive += ["a graph"] * bool(noted.marks)
+    parameters = {name.replace(".whole.", "."): p for name, p in named(pipeline.modules).items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    after = float(pipeline.step(*micro_batches(COUNT, 0, device, True)))
+    gradients = {name: p.grad.cpu() for name, p in parameters.items() if p.grad is not None}
+    return alive, Trained(0, losses=[after], gradients=gradients, parameters=_on_cpu(parameters))
+
+
+def _on_cpu(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().cpu() for name, parameter in parameters.items()}
 
 
 class Dying(Refusing):

@@ -3,7 +3,7 @@ which callers change what they like."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,7 +43,9 @@ a layer that nobody calls; a weight that is in two layers; and a layer that some
 
 class Event(beside.Event):
     WORDS = beside.ParametersChange.WORDS | {
-        "step": "a step",
+        "step": "a step, without the caller's autocast if the number is 3 modulo 4",
+        "another": "a step of another pipeline on the same ranks, which is made anew if the number is even",
+        "memory": "a parameter gets other memory (.data)",
         "evaluate": "the caller passes a micro-batch through the stages, without autograd",
         "update": "each parameter takes a step of its gradient",
     }
@@ -112,6 +114,8 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
         "mode",
         "freeze",
         "freeze",
+        "another",
+        "memory",
     ]
     events = events_of(
         draw, draw(st.sampled_from([2, 4, 6, 8])), lambda: Event(draw(st.sampled_from(kinds)), draw(st.integers(0, 99)))
@@ -245,7 +249,8 @@ class Player(beside.ParametersChange):
 
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
         super().__init__()
-        self.history, self.device = history, device
+        self.implementation, self.history, self.device = implementation, history, device
+        self.other: Player | None = None
         group, make = group_of(history.mesh, device), partial(build, history, device)
         try:
             self.pipeline: Any = implementation.watched(
@@ -266,8 +271,23 @@ class Player(beside.ParametersChange):
     def modules(self) -> list[nn.Module]:
         return [*self.reference.values(), *self.pipeline.modules.values()]
 
+    def another(self, value: int) -> None:
+        """Its stages give one another other tensors."""
+        if self.other is None or value % 2 == 0:
+            self.other = None
+            changed = replace(self.history, boundaries=self.history.boundaries[::-1], frozen=())
+            self.other = Player(self.implementation, changed, self.device)
+        self.other.step(value)
+        self.other.clear(value)
+        self.wrong = self.wrong or (self.other.wrong and f"of another pipeline, {self.other.wrong}")
+
+    def memory(self, value: int) -> None:
+        self.of_one(value, lambda p: setattr(p, "data", -beside.FACTOR * p.data))
+
     def step(self, value: int) -> None:
         given, precision = batches_of(self.history, value, self.device), self.history.precision
+        if value % 4 == 3:
+            precision = replace(precision, autocast=False)
         with left_as_they_are([*zip(*given, strict=True)]), precision.around(self.device):
             found = self.pipeline.step(*given)
         with precision.around(self.device):
@@ -281,7 +301,7 @@ class Player(beside.ParametersChange):
         for name, (right, *own) in self.both().items():
             for each in own:
                 self.differ(f"the gradient of {name}", each.grad, right.grad, precision.within)
-                if precision != EXACT and each.grad is not None and right.grad is not None:
+                if self.history.precision != EXACT and each.grad is not None and right.grad is not None:
                     each.grad.copy_(right.grad)  # roundings do not add up
 
     def evaluate(self, value: int) -> None:

@@ -15,9 +15,10 @@ from correctness.pipeline.calls import (
     of_one_step,
     refuse_on_rank,
     sent_that_is_alive_on_rank,
+    step_after_an_error_on_rank,
     step_with_other_numbers_on_rank,
 )
-from correctness.pipeline.training import differences
+from correctness.pipeline.training import PYTORCHS, differences
 from correctness.support.complaints import assert_none
 from impl.pipeline import Facts
 from impl.pipeline.deferred import Later, deferring, prepare
@@ -46,6 +47,28 @@ def test_an_error_in_a_stage_is_raised_on_its_rank(
     """With its own traceback; no rank waits for ever."""
     with pytest.raises(RankError, match=r"Refused: the last stage takes no third micro-batch"):
         worlds(mesh.size).run(refuse_on_rank, implementation, mesh, device)
+
+
+@pytest.mark.family("pipeline")
+@pytest.mark.meshes("pp=1")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_step_after_one_that_raised_is_that_of_one_process(
+    implementation: Implementation,
+    mesh: Mesh,
+    where: str,
+    worlds: WorldsBySize,
+    device: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Nothing of the step that raised is left but gradients. One rank, as others would wait."""
+    if implementation.spec in PYTORCHS:
+        why = "PyTorch's schedules keep losses of a step that raised: docs/pytorch-defects.md"
+        request.applymarker(pytest.mark.xfail(reason=why))
+    ((alive, trained),) = worlds(mesh.size).run(step_after_an_error_on_rank, implementation, mesh, where, device)
+    stages = 1 + max(int(name.partition(".")[0]) for name in trained.parameters)
+    assert_none(
+        [*(f"{what} is alive after the error" for what in alive), *differences([trained], of_one_step(stages, 1))]
+    )
 
 
 @pytest.mark.meshes("pp=2")

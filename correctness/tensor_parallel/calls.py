@@ -116,8 +116,8 @@ def _far_call(model: nn.Module, loss_of: Callable[..., Tensor], device: str, aut
         if call == 0:
             for parameter in model.parameters():
                 local(parameter.detach()).mul_(-0.5)
-    if autocast:
-        assert loss.dtype == torch.float32, f"the loss is {loss.dtype}: half precision is too coarse for a sum"
+    wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    assert loss.dtype == wide, f"the loss is {loss.dtype}: half precision is too coarse for a sum"
     loss.backward()
     return Called({"the loss": loss.detach().cpu()}, _gradients(model))
 

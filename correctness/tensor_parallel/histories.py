@@ -33,6 +33,7 @@ class Event(beside.Event):
         "backward": "the backward pass of a waiting call, which goes on waiting if the number is 1 modulo 4",
         "drop": "a waiting call is freed",
         "step": "each parameter takes a step of its gradient",
+        "another": "another model on the same ranks is called and passes back, made anew if the number is even",
     }
 
 
@@ -94,7 +95,7 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
     def following() -> Event:
         nonlocal waiting
         kinds = ["losses", "logits", "evaluate", "recompute"] + ["backward"] * 4 * bool(waiting)
-        kinds += ["drop"] * bool(waiting) + ["step", "clear", "zero", "scale", "weights", "mode"]
+        kinds += ["drop"] * bool(waiting) + ["step", "clear", "zero", "scale", "weights", "mode", "another"]
         kinds += ["freeze"] * 2 * (not usual)
         kind = draw(st.sampled_from(kinds))
         waiting += {"losses": 1, "logits": 1, "recompute": 1, "backward": -1, "drop": -1}.get(kind, 0)
@@ -150,7 +151,9 @@ class Player(beside.ParametersChange):
 
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
         super().__init__()
-        self.history, self.device, self.ranks = history, device, tuple(range(history.mesh.size))
+        self.implementation, self.history, self.device = implementation, history, device
+        self.ranks = tuple(range(history.mesh.size))
+        self.other: Player | None = None
         self.reference = model_of(history, device)
         self.waiting: list[Waiting] = []
         on = history.mesh.device_mesh(torch.device(device).type)
@@ -211,6 +214,19 @@ class Player(beside.ParametersChange):
             (output.sum() if value % 3 == 0 else (output * by).sum()).backward(retain_graph=again)
         for name, (right, own) in self.both().items():
             self.differ(f"the gradient of {name}", None if own.grad is None else full(own.grad), right.grad)
+
+    def another(self, value: int) -> None:
+        if self.other is None or value % 2 == 0:
+            self.other = None
+            self.other = Player(self.implementation, self.history, self.device)
+            self.other.multiply_weights(-beside.FACTOR)
+        self.other.losses(value)
+        self.other.backward(0)
+        self.other.clear(0)
+        self.wrong = self.wrong or (self.other.wrong and f"of another model, {self.other.wrong}")
+
+    def multiply_weights(self, by: float) -> None:
+        self.of_all(lambda p: local(p.detach()).mul_(by))
 
     def drop(self, value: int) -> None:
         self.waiting.pop(value % len(self.waiting))

@@ -272,3 +272,11 @@ class LosesByOwnColumns(Planted):
         columns, own = own_rows(targets, logits.shape[1], self.first)
         losses = cross_entropy(logits, columns, reduction="none") * own
         return Sum.apply(losses.sum(), self.products.group)
+
+
+@defect(cause="numerics", caught_by="test_bfloat16_is_as_near_as_in_one_process")
+class LossInTheModelsDtype(Planted):
+    """The sum of losses is returned in bfloat16 by a model that is in bfloat16."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        return super().forward(tokens, positions, targets).to(self.norm.weight.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -149,3 +149,18 @@ class Thaws(Planted):
     def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
         super().__init__(model, mesh)
         self.requires_grad_(True)
+
+
+@defect(cause="two calls", caught_by="test_any_history_is_that_of_one_process")
+class OutputOfTheLatest(Planted):
+    """The output layer is the process's, and that of the model made last is everyone's."""
+
+    latest: ClassVar[list[nn.Module]] = []
+
+    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
+        super().__init__(model, mesh)
+        self.latest[:] = [self.output]
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        (self.output,) = self.latest
+        return super().forward(*batch)

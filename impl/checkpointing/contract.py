@@ -24,9 +24,11 @@ class Policy(Protocol):
       (sums of those of a tensor that a block takes twice, and under autocast of a weight that several blocks or passes
       use, may be rounded in another order), and None, not zeros, for what a loss does not reach: by
       `backward()`, with `inputs=` too, and by `torch.autograd.grad`; in any dtype, of complex arguments, under autocast
-      in any of its dtypes, whatever context backward runs in; in training and eval mode, and where submodules' modes
-      differ; where the input or some parameters need no gradient; where several forwards come before their backwards,
-      which run in either order; of a deep copy, and after weights were loaded or parameters replaced.
+      in any of its dtypes, whatever context and thread backward runs in; in training and eval mode, and where
+      submodules' modes differ; where the input or some parameters need no gradient, or the input has no rows; where
+      several forwards come before their backwards, which run in either order, and other models' between them; under
+      the caller's hooks of saved tensors; of a deep copy, and after weights were loaded or cast, or parameters or
+      their memory replaced.
       An output that depends on nothing that needs a gradient may require one.
       Where gradients are differentiated, and by a second backward or one that reads a saved tensor twice, they are
       those, or an error is raised.

@@ -46,9 +46,10 @@ class Pipeline(Protocol):
     - Take what a stage may return: tensors of any shapes, dtypes and strides, of which some need no gradient, in all or
       in some micro-batches, some are those that it was given, and the next one may use only some. The loss is given
       what the last one returned.
-    - Run passes under the caller's autocast; between steps the caller may call stages, without autograd too.
-    - Raise an error of a stage on its rank, and leave nothing of a step but gradients, and messages' buffers; nothing
-      waits for Python's collector of cycles.
+    - Run passes under the caller's autocast, which may be another one in the next step; between steps the caller may
+      call stages, without autograd too, give parameters other memory, and run other pipelines on the same ranks.
+    - Raise an error of a stage on its rank, and leave nothing of a step but gradients, and messages' buffers, whether
+      or not it raises: on one rank the next step is right. Nothing waits for Python's collector of cycles.
 
     Stages that change their input in place are not asked.
 

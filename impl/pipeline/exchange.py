@@ -31,17 +31,20 @@ class Exchange:
         self.group, self.rank_of, self.like = group, rank_of, like
         self.under_way: list[tuple[Any, Tensor]] = []
         """Handles of sends, with what they send."""
-        self.known: dict[tuple[int, Shapes], Like] = {}
-        """Shapes and dtypes of a stage's inputs, by stage and by the shapes of what the micro-batch is in stage 0."""
+        self.known: dict[tuple[int, Shapes, Any], Like] = {}
+        """Shapes and dtypes of a stage's inputs, by stage, by the shapes of what the micro-batch is in stage 0, and by
+        the caller's autocast."""
 
     def begin(self, shapes: Sequence[Shapes], device: torch.device) -> None:
         """Begin a step whose micro-batches have those shapes in stage 0."""
         self.shapes, self.device = shapes, device
+        enabled = torch.is_autocast_enabled(device.type)
+        self.autocast = torch.get_autocast_dtype(device.type) if enabled else None
         self.leaving: dict[Action, Tensors] = {}
         self.arriving: dict[Action, tuple[Tensors, list[Any]]] = {}
         self.outputs_like: dict[tuple[int, int], Like] = {}
         if self.like is not None:
-            self.known = {(stage, each): self.like(each) for each in shapes for stage in self.rank_of}
+            self.known = {(stage, each, self.autocast): self.like(each) for each in shapes for stage in self.rank_of}
 
     def leave(self, action: Action, tensors: Tensors) -> None:
         """Give what the action has found to the neighbour: at once if it is on this rank, or to its send."""
@@ -69,7 +72,8 @@ class Exchange:
         tensors = self.leaving.pop(action)
         self._wait(MOST_UNDER_WAY - len(tensors))
         if action.kind == Kind.SEND_FORWARD:
-            key, like = (action.stage + 1, self.shapes[action.micro_batch]), [(x.shape, x.dtype) for x in tensors]
+            key = action.stage + 1, self.shapes[action.micro_batch], self.autocast
+            like = [(x.shape, x.dtype) for x in tensors]
             if key not in self.known:
                 dist.send_object_list([like], group=self.group, group_dst=to)
                 self.known[key] = like
@@ -85,7 +89,7 @@ class Exchange:
     def receive(self, action: Action) -> None:
         if action.kind == Kind.RECEIVE_FORWARD:
             source = self.rank_of[action.stage - 1]
-            key = action.stage, self.shapes[action.micro_batch]
+            key = action.stage, self.shapes[action.micro_batch], self.autocast
             if key not in self.known:
                 announced: list[Any] = [None]
                 dist.recv_object_list(announced, group=self.group, group_src=source)

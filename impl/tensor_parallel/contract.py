@@ -28,8 +28,8 @@ class Parallelize(Protocol):
     Must:
 
     - Losses, logits and gradients are those of one process, in float64 to 1e-12 at the first step; the loss is bitwise
-      equal on all ranks. Under autocast it is float32: half precision is too coarse for a sum. Under autocast and in
-      bfloat16 models errors are at most four times one process's, or 2^-7 of a tensor's largest, at any position.
+      equal on all ranks. Under autocast and in bfloat16 models it is float32, as half precision is too coarse for a
+      sum, and errors are at most four times one process's, or 2^-7 of a tensor's largest, at any position.
       Logits may be minus infinity, all of one rank's too.
     - Parameters keep the model's own names. Those of attention, of the feed-forward networks, of the embedding and of
       the output are DTensors of which each rank has a part; every rank has the others whole, as DTensors or plain
@@ -40,7 +40,7 @@ class Parallelize(Protocol):
     - Frozen parameters keep their values, also those that are frozen or thawed between calls; tied ones stay one.
       Several calls may wait for their backward passes, in any order, of which one that keeps its graph may have more;
       what a call has returned stays as it is. Other calls may come before and between them, without autograd or under
-      `torch.inference_mode()`.
+      `torch.inference_mode()`, and other models' calls.
     - Dropout draws from the default generators, which ranks of `tp` have in the same state before a call and after it.
       Copies of a value are dropped on all ranks or on none; other tokens, heads and layers draw independently; a call
       that is recomputed drops the same values.

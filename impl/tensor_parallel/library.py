@@ -26,12 +26,13 @@ class LossByTorch(torch.autograd.Function):
         stride = (shape[1] * columns, columns, 1)
         with torch.inference_mode(False), torch.enable_grad(), loss_parallel():  # needs autograd's dispatch
             own = logits.clone() if logits.is_inference() else logits.detach()
+            own = own.to(torch.promote_types(own.dtype, torch.float32))  # a half has no digits for a sum of thousands
             every: Any = DTensor.from_local(
                 own, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
             ).requires_grad_()
             loss: Any = cross_entropy(every.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
             (gradient,) = torch.autograd.grad(loss, every)
-        ctx.save_for_backward(gradient.to_local())
+        ctx.save_for_backward(gradient.to_local().to(logits.dtype))
         return loss.full_tensor().detach()
 
     @staticmethod
