@@ -224,6 +224,7 @@ NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("how", _marked(NON_CONTIGUOUS))
 def test_takes_non_contiguous_inputs(implementation: Implementation, how: str, dtype: torch.dtype, device: str) -> None:
@@ -234,6 +235,7 @@ def test_takes_non_contiguous_inputs(implementation: Implementation, how: str, d
         assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "long"),
     [
@@ -264,6 +266,7 @@ OF_THE_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", _marked(OF_THE_GRADIENT))
 def test_takes_any_layout_of_the_outputs_gradient(implementation: Implementation, layout: str, device: str) -> None:
     *qkv, grad = _inputs("many_leading_dims", torch.float32, device)

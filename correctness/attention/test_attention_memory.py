@@ -45,6 +45,7 @@ def _of_kind(
     return [x.requires_grad_(name in needed) for name, x in zip("qkv", (q, k, v), strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in ("causal", "full") else pytest.mark.judged) for kind in KINDS]
 )
@@ -66,6 +67,7 @@ def test_nothing_quadratic_is_held_until_backward(implementation: Implementation
 HOW = pytest.mark.parametrize("how", ["gradients", "no_backward", "no_grad"])
 
 
+@pytest.mark.long
 @HOW
 def test_calls_leave_nothing_behind(implementation: Implementation, how: str, device: str) -> None:
     """A backward that never comes must not be the one that frees what forward keeps."""

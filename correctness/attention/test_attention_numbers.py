@@ -36,6 +36,7 @@ def _inputs(device: str, dtype: torch.dtype = torch.float32, length: int = 7) ->
     return random_inputs((length, 8), (length, 8), dtype, device)
 
 
+@pytest.mark.long
 @WIDE
 @MASKS
 def test_large_scores_do_not_overflow(
@@ -61,6 +62,7 @@ def test_sums_that_bfloat16_and_float16_lack_do_not_overflow(
     assert_near({"out": out}, wanted, f"of 600 equal keys whose values are {value:g}", share=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_sums_whose_halves_cancel_keep_what_is_left(
     implementation: Implementation, dtype: torch.dtype, device: str, request: pytest.FixtureRequest
@@ -77,6 +79,7 @@ def test_sums_whose_halves_cancel_keep_what_is_left(
     assert_as_accurate_as_eager(implementation.watched, inputs, is_causal=False)
 
 
+@pytest.mark.long
 @WIDE
 @MASKS
 @pytest.mark.parametrize("added", [-1e5, -3000.0, 3000.0], ids=str)

@@ -67,6 +67,7 @@ def test_more_rows_than_16_bits_count(implementation: Implementation, operation:
     assert_as_accurate_as_eager(implementation.watched, of(rows), when=f"of {rows:,} rows: ")
 
 
+@pytest.mark.long
 @EACH
 @pytest.mark.parametrize("default", OTHERS, ids=str)
 def test_another_default_dtype_changes_nothing(
@@ -144,6 +145,7 @@ def _marked(layouts: Iterable[str]) -> list[Any]:
     return [pytest.param(how, marks=pytest.mark.judged if how == "windows" else ()) for how in layouts]
 
 
+@pytest.mark.long
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("how", _marked(LAYOUTS))
@@ -172,6 +174,7 @@ def test_takes_offsets_beyond_32_bits(implementation: Implementation, operation:
     assert_as_accurate_as_eager(implementation.watched, inputs)
 
 
+@pytest.mark.long
 @EACH
 @pytest.mark.parametrize("how", _marked(OF_GRADIENTS))
 def test_takes_gradients_of_any_strides(implementation: Implementation, how: str, operation: str, device: str) -> None:

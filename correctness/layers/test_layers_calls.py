@@ -235,6 +235,7 @@ def test_a_backward_after_a_change_in_place_is_right_or_an_error(
         assert_accurate(given, inputs, when=f"{changed} changed before backward: ")
 
 
+@pytest.mark.long
 @EACH
 def test_calls_leave_nothing_behind(implementation: Implementation, operation: str, device: str) -> None:
     def trained_and_evaluated(inputs: Inputs) -> None:

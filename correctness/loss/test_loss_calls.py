@@ -249,6 +249,7 @@ def _called(loss_of: Loss, inputs: Inputs, how: str, **options: Any) -> object:
 HOW = pytest.mark.parametrize("how", ["gradients", "no_backward", "no_grad"])
 
 
+@pytest.mark.long
 @HOW
 def test_calls_leave_nothing_behind(implementation: Implementation, how: str, device: str) -> None:
     """A backward that never comes must not be the one that frees what forward keeps."""
@@ -257,6 +258,7 @@ def test_calls_leave_nothing_behind(implementation: Implementation, how: str, de
     assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "option", ["", *(pytest.param(each, marks=pytest.mark.judged) for each in ("label_smoothing", "z_loss"))]
 )

@@ -247,6 +247,7 @@ def test_the_scale_of_gradients_is_not_rounded_to_half_precision(name: str, how:
     assert abs(bias.item()) < 2**-12, f"{bias.item() * 2**12:.2f} of 2^-12"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "option", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}], ids=["plain", "smoothing", "z_loss"]
 )

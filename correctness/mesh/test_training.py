@@ -53,6 +53,7 @@ def _assert_alike(
     assert_none(differences(ranks, expected, mesh))
 
 
+@pytest.mark.long
 @pytest.mark.meshes(*FEW)
 def test_twenty_steps_are_those_of_one_process(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
@@ -77,6 +78,7 @@ def test_micro_batches_in_another_order_give_the_same(
     assert_none(differences(ranks, expected, mesh))
 
 
+@pytest.mark.long
 @pytest.mark.meshes(*FEW)
 @pytest.mark.parametrize("kind", ["experts", "frozen_and_unused"])
 def test_training_goes_on_from_what_was_saved(

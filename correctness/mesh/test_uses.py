@@ -25,6 +25,7 @@ from shardmark.plugin import WorldsBySize
 pytestmark = pytest.mark.family("mesh")
 
 
+@pytest.mark.long
 @pytest.mark.meshes("dp=2", "shard=2", "tp=2", "cp=2")
 @pytest.mark.parametrize("use", USES)
 def test_a_model_is_used_as_one_process_uses_it(
@@ -45,6 +46,7 @@ def test_a_model_is_used_as_one_process_uses_it(
     assert_none(differences(ranks, expected, mesh))
 
 
+@pytest.mark.long
 @pytest.mark.meshes("dp=2", "shard=2", "tp=2", "cp=2", "pp=2")
 @pytest.mark.parametrize("looked_at", range(len(SIDE_BY_SIDE)))
 def test_two_trainers_take_turns(
@@ -56,6 +58,7 @@ def test_two_trainers_take_turns(
     assert_none(differences(ranks, expected, mesh))
 
 
+@pytest.mark.long
 @pytest.mark.meshes("dp=2,tp=1", "dp=1,shard=2", "shard=2,cp=1", "dp=1,tp=2", "pp=2,dp=1", "tp=2,dp=2", "dp=2,pp=2")
 def test_axes_come_in_any_order_and_may_have_one_rank(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str
@@ -65,6 +68,7 @@ def test_axes_come_in_any_order_and_may_have_one_rank(
     assert_none(differences(ranks, expected, mesh))
 
 
+@pytest.mark.long
 @pytest.mark.meshes("dp=2", "shard=2", "tp=2", "cp=2", "pp=2")
 def test_a_mesh_may_be_a_slice_of_a_larger_one(
     implementation: Implementation, mesh: Mesh, worlds: WorldsBySize, device: str

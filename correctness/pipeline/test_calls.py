@@ -95,6 +95,7 @@ def test_a_layers_gradients_are_the_same_now_and_later(shape: tuple[int, ...], d
         torch.testing.assert_close(parameter.grad, right, rtol=1e-14, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.family("pipeline")
 @pytest.mark.meshes("pp=2", "pp=4")
 @pytest.mark.parametrize("count", [COUNT, 8])

@@ -67,11 +67,13 @@ def test_steps_are_those_of_one_process(train: Callable[..., None], mesh: Mesh, 
     train(mesh, kind)
 
 
+@pytest.mark.long
 @pytest.mark.meshes("pp=2")
 def test_twenty_steps_are_those_of_one_process(train: Callable[..., None], mesh: Mesh) -> None:
     train(mesh, "plain", 20)
 
 
+@pytest.mark.long
 @pytest.mark.meshes("pp=3", "pp=4")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in ON_MORE_RANKS else pytest.mark.sweep) for kind in KINDS]

@@ -12,6 +12,7 @@ from shardmark.api import Implementation, Mesh, NotAsked
 from shardmark.plugin import WorldsBySize
 
 
+@pytest.mark.long
 @pytest.mark.family("pipeline")
 @pytest.mark.parametrize("kind", ["plain", pytest.param("recomputed", marks=pytest.mark.large)])
 @pytest.mark.parametrize("name", WRAPS)

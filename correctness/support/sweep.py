@@ -54,15 +54,20 @@ def _is_slow(item: Any, implementation: Any) -> bool:
     if requires_compiler in requires:
         every_time = item.get_closest_marker("compiled_every_time")
         return every_time is None or not item.callspec.id.endswith(every_time.args or "")
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and requires_triton in requires
-    return interpreted and item.get_closest_marker("large") is not None
+    return _is_interpreted(implementation) and item.get_closest_marker("large") is not None
+
+
+def _is_interpreted(implementation: Any) -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1" and requires_triton in getattr(implementation, "requires", ())
 
 
 def _is_repeated(item: Any, implementation: Any, session: Session) -> bool:
-    """Return True if another implementation or case covers the same by default; `--impl` still runs it."""
+    """Return True if another implementation or case covers the same by default, or it takes long where this
+    implementation does and the sweep is enough; `--impl` still runs it."""
     briefly = getattr(implementation, "tested_briefly", False)
     marks = {mark.name for mark in item.iter_markers()}
-    return "judged" in marks or (briefly and (is_on_many_ranks(item, session) or bool(marks & {"large", "examples"})))
+    brief = briefly and (is_on_many_ranks(item, session) or bool(marks & {"large", "examples"}))
+    return "judged" in marks or brief or ((briefly or _is_interpreted(implementation)) and "long" in marks)
 
 
 def is_on_many_ranks(item: Any, session: Session) -> bool:

@@ -40,6 +40,7 @@ def test_logits_are_whole_on_every_rank(
     assert_none(differences(ranks, logits_in_one_process(kind)))
 
 
+@pytest.mark.long
 @pytest.mark.meshes("tp=2")
 @pytest.mark.parametrize("late", [False, True], ids=["at_once", "late_collectives"])
 def test_two_calls_before_their_backward_passes(
