@@ -100,6 +100,27 @@ def test_sums_over_a_row_are_in_float32(
     assert_as_accurate_as_eager(implementation.watched, replace(inputs, tensors=equal))
 
 
+@NORMS
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_gradients_have_no_part_along_their_rows(
+    implementation: Implementation, dtype: torch.dtype, operation: str, device: str
+) -> None:
+    """A longer row is normed to the same: what rounds each factor at random cancels in the sum of a row, and what
+    rounds the root does not."""
+    rows, dim = 16, 2048
+    inputs = random_inputs(operation, rows, dim, device, dtype)
+    x = inputs.tensors["x"]
+    tensors = {
+        name: torch.ones_like(t) if name == "weight" else torch.zeros_like(t) for name, t in inputs.tensors.items()
+    }
+    grads = {name: torch.zeros_like(t) for name, t in inputs.grads.items()} | {"normed": x.clone()}
+    found = results(implementation.watched, replace(inputs, tensors=tensors | {"x": x}, grads=grads, eps=1e-12))
+    along = (found["grad_x"].double() * x.double()).sum(-1) / x.double().square().sum(-1)
+    allowed = 8 * torch.finfo(dtype).eps / dim**0.5 + dim * torch.finfo(torch.float32).eps
+    worst = along.abs().max().item()
+    assert worst <= allowed, f"a row's gradient, which is x, leaves {worst:.2g} of it in the gradient of x, not 0"
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [20.0, 100.0, 1000.0], ids=str)
 def test_swiglu_of_large_numbers_does_not_overflow(

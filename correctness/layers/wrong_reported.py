@@ -33,6 +33,21 @@ class WeightsGradientSummedInHalfPrecision(Textbook):
     norm = _WeightSummedInItsDtype
 
 
+class _RootInFewBits(Norm):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        return (*norm_gradients(x, weight, scale.to(x.dtype).to(scale.dtype), grad), None)
+
+
+@defect(cause="numerics", caught_by="test_gradients_have_no_part_along_their_rows")
+class RootKeptInFewBits(Textbook):
+    """pytorch/helion#2273: the forward pass keeps the root of the mean in the inputs' dtype for backward."""
+
+    norm = _RootInFewBits
+
+
 class _ReadsAsContiguous(Norm):
     @staticmethod
     @torch.autograd.function.once_differentiable
