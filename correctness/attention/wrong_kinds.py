@@ -26,6 +26,16 @@ def maximum_from_a_finite_number(q: Tensor, k: Tensor, v: Tensor, *, is_causal: 
     return (weights @ v / weights.sum(-1, keepdim=True).clamp(min=1e-30)).to(dtype)
 
 
+@defect(cause="numerics", caught_by="test_large_scores_do_not_overflow")
+def maximum_in_few_bits(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """pytorch/pytorch#121558: the largest score of a row is rounded to the inputs' dtype, and may be far below it."""
+    dtype = q.dtype
+    q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in checked(q, k, v))
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(is_causal * future(q, k), -math.inf)
+    weights = (scores - scores.detach().amax(-1, keepdim=True).to(dtype)).exp()
+    return (weights @ v / weights.sum(-1, keepdim=True)).to(dtype)
+
+
 @defect(cause="shapes", caught_by="test_takes_non_contiguous_inputs")
 def rows_of_heads_alone(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """Where heads lie side by side, rows are taken to lie as far apart as all heads are wide; in a projection of q, k

@@ -274,8 +274,10 @@ def test_a_step_needs_no_no_grad(implementation: Implementation, device: str) ->
     assert x.requires_grad and x.is_leaf, "after step() the parameter is no leaf that requires a gradient"
 
 
-def test_gradient_scaler_unscales_and_skips(implementation: Implementation, device: str) -> None:
-    """With each option too. The first step is skipped, and weights are loaded after it."""
+@pytest.mark.parametrize("by", ["step", "the_caller"])
+def test_gradient_scaler_unscales_and_skips(implementation: Implementation, by: str, device: str) -> None:
+    """With each option too, and where the caller unscales before the step, as for clipping. The first step is skipped,
+    and weights are loaded after it."""
     every = {"max_grad_norm": 0.1, "master_weights": True}
     for options in ({}, *({name: value} for name, value in every.items() if implementation.accepts(name))):
         start = tensors(device, torch.bfloat16 if "master_weights" in options else torch.float32)
@@ -290,6 +292,8 @@ def test_gradient_scaler_unscales_and_skips(implementation: Implementation, devi
             scaled.zero_grad()
             loss = sum((p * g).sum() for p, g in zip(params, step, strict=True)) * (torch.inf if i in (0, 3) else 1)
             scaler.scale(loss).backward()
+            if by == "the_caller":
+                scaler.unscale_(scaled)
             scaler.step(scaled)
             scaler.update()
             if i == 0:

@@ -161,6 +161,21 @@ class ClipsByTheScaledNorm(Clipping):
         super().update(p, grad / getattr(self, "grad_scale", 1.0), group)
 
 
+@defect(cause="options", caught_by="test_gradient_scaler_unscales_and_skips")
+class SkipsWhereItUnscales(Simple):
+    """pytorch/pytorch#96106: asks for what is not finite only with a scale, which is gone once the caller unscales."""
+
+    _step_supports_amp_scaling = True
+
+    def update_all(self) -> None:
+        if getattr(self, "grad_scale", None) is None or not getattr(self, "found_inf", 0.0):
+            super().update_all()
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        scale = getattr(self, "grad_scale", None)
+        super().update(p, grad if scale is None else grad / scale, group)
+
+
 @defect(cause="numerics", caught_by="test_the_norm_of_a_complex_gradient_is_of_both_its_parts")
 class NormOfRealParts(Clipping):
     """The norm is computed in float64, and a cast of a complex gradient discards its imaginary part."""
