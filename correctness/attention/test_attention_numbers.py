@@ -42,8 +42,8 @@ def _inputs(device: str, dtype: torch.dtype = torch.float32, length: int = 7) ->
 def test_large_scores_do_not_overflow(
     implementation: Implementation, is_causal: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """Exponentials of large scores overflow unless the row's maximum is subtracted first, and not one that is rounded:
-    in bfloat16 by more than the exponent of the largest number."""
+    """Exponentials of large scores overflow unless the row's maximum is subtracted first, before it is rounded: in
+    bfloat16 it may then be 100 below the true one."""
     q, k, v, grad = random_inputs((2, 150, 64), (2, 150, 64), dtype, device)
     found = results(implementation.watched, [100 * q, 100 * k, v, grad], is_causal=is_causal)
     for name, x in found.items():

@@ -138,6 +138,7 @@ class Waiting:
         self.groups = {key: dist.new_group([*key[0]], **UNSORTED) for key in keys if key != (everyone, 0)}
         self.under_way: list[tuple[Start, Call, Any]] = []
         self.waited: list[tuple[Start, Call, Any]] = []
+        self.dropped: list[Call] = []
         self.order: list[str] = []
         self.wrong: list[str] = []
 
@@ -183,6 +184,7 @@ class Waiting:
         handle = call.start(self.target, start.async_op)
         if start.async_op and self.draw.random() < 0.1:
             self.order.append(f"drop {start.number}")  # a rank that needs no result waits for none
+            self.dropped.append(call)  # its tensors stay, as until a wait
         elif start.async_op:
             self.under_way.append((start, call, handle))
         else:

@@ -156,7 +156,7 @@ def _two_forwards_then_two_backwards(model: Any, module: nn.Module, x: Tensor, r
 
 
 def _cast_before(model: Any, module: nn.Module, x: Tensor, rank: int) -> None:
-    """As an evaluation in another dtype, or on another device, leaves the module: same parameters, other memory."""
+    """Cast the module and cast it back, as around an evaluation: the same parameters have other memory."""
     _loss(model(x)).backward()
     if model is not module:
         model.finish_gradient_synchronization()
@@ -233,7 +233,8 @@ def _rows(step: int, rank: int) -> Tensor:
 
 @pytest.fixture
 def as_documented(implementation: Implementation, name: str, request: pytest.FixtureRequest) -> None:
-    """DDP averages nothing without a forward pass of its own, nor the second of two backward passes after two of it."""
+    """DDP averages nothing without a forward pass of its own, nor after a cast and back, nor the second of two backward
+    passes after two of it."""
     if implementation.spec == "ddp" and not USES[name].torchs:
         request.applymarker(pytest.mark.xfail(reason="as docs/pytorch-defects.md says", strict=True))
 
@@ -252,7 +253,7 @@ def test_gradients_are_averaged_whatever_a_loss_does(
     start = use.module().double()
     model = wrap(implementation, deepcopy(start).to(device), **({} if use.every else {"find_unused_parameters": True}))
     if use.through and not use.torchs and implementation.spec != "ddp" and is_torchs(model):
-        raise NotAsked("torch's DDP averages the first backward pass alone: docs/pytorch-defects.md")
+        raise NotAsked("torch's DDP is wrong here: docs/pytorch-defects.md")
     for step in (1, 2):
         model.module.zero_grad()
         try:

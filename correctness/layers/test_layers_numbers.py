@@ -105,8 +105,8 @@ def test_sums_over_a_row_are_in_float32(
 def test_gradients_have_no_part_along_their_rows(
     implementation: Implementation, dtype: torch.dtype, operation: str, device: str
 ) -> None:
-    """A longer row is normed to the same: what rounds each factor at random cancels in the sum of a row, and what
-    rounds the root does not."""
+    """A norm does not depend on its row's length, so the sum of grad_x * x is 0. Roundings of elements cancel in that
+    sum, and those of the root do not."""
     rows, dim = 16, 2048
     inputs = random_inputs(operation, rows, dim, device, dtype)
     x = inputs.tensors["x"]

@@ -163,7 +163,7 @@ class ClipsByTheScaledNorm(Clipping):
 
 @defect(cause="options", caught_by="test_gradient_scaler_unscales_and_skips")
 class SkipsWhereItUnscales(Simple):
-    """pytorch/pytorch#96106: asks for what is not finite only with a scale, which is gone once the caller unscales."""
+    """pytorch/pytorch#96106: reads `found_inf` only beside `grad_scale`, which is None where the caller unscales."""
 
     _step_supports_amp_scaling = True
 

@@ -7,7 +7,7 @@ import os
 import signal
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -105,17 +105,17 @@ def step_after_an_error_on_rank(
         COUNT,
         loss=RefusesOnce(where),
     )
-    try:
-        pipeline.step(*micro_batches(COUNT, 1, device, True))
-    except Exception as error:
-        if "no third" not in f"{error} {error.__cause__}":
-            raise
-        traceback.clear_frames(error.__traceback__)
-    else:
-        raise AssertionError("the error of a loss is not raised")
-    messages = {f"an output of stage {stage - 1}" for stage in pipeline.modules}  # between stages of this rank
-    alive = sorted({what for what, memory in noted.memory if not memory.expired()} - messages)
-    alive += ["a graph"] * bool(noted.marks)
+    with without_the_collector():
+        try:
+            pipeline.step(*micro_batches(COUNT, 1, device, True))
+        except Exception as error:
+            if "no third" not in f"{error} {error.__cause__}":
+                raise
+            for each in (error, error.__cause__, error.__context__):
+                traceback.clear_frames(each and each.__traceback__)
+        else:
+            raise AssertionError("the error of a loss is not raised")
+        alive = noted.alive(pipeline.modules) + ["a graph"] * bool(noted.marks)
     parameters = {name.replace(".whole.", "."): p for name, p in named(pipeline.modules).items()}
     for parameter in parameters.values():
         parameter.grad = None
@@ -195,6 +195,11 @@ class Noted:
     def received_and_alive(self) -> int:
         return sum(not each.expired() for each in self.received)
 
+    def alive(self, stages: Iterable[int]) -> list[str]:
+        """Names of a step's tensors whose memory is alive, on a rank with these stages, but for those between them."""
+        messages = {f"an output of stage {stage - 1}" for stage in stages}
+        return sorted({what for what, memory in self.memory if not memory.expired()} - messages)
+
     def mark(self) -> Mark:
         found = Mark()
         self.marks.add(found)
@@ -227,14 +232,10 @@ def note_on_rank(implementation: Implementation, mesh: Mesh, count: int, device:
         wait_until(lambda: noted.received_and_alive() <= buffers[2], seconds=2)
         grown = noted.received_and_alive() - buffers[2]
     more = [f"what a stage received ({grown} tensors since the second step)"] * (grown > 0)
-    messages = {f"an output of stage {stage - 1}" for stage in pipeline.modules}  # between stages of this rank
-
-    def alive() -> list[str]:
-        return sorted({what for what, memory in noted.memory if not memory.expired()} - messages)
-
     gc.collect()
-    wait_until(lambda: not alive(), seconds=2)  # a message that was sent may hold its tensor for a moment
-    return len(noted.marks), noted.most, alive() + more
+    # A message that was sent may hold its tensor for a moment.
+    wait_until(lambda: not noted.alive(pipeline.modules), seconds=2)
+    return len(noted.marks), noted.most, noted.alive(pipeline.modules) + more
 
 
 def complaints_of_memory(ranks: list[tuple[int, int, list[str]]], stated: Any, count: int) -> Iterator[str]:

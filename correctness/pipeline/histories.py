@@ -277,9 +277,10 @@ class Player(beside.ParametersChange):
             self.other = None
             changed = replace(self.history, boundaries=self.history.boundaries[::-1], frozen=())
             self.other = Player(self.implementation, changed, self.device)
-        self.other.step(value)
-        self.other.clear(value)
-        self.wrong = self.wrong or (self.other.wrong and f"of another pipeline, {self.other.wrong}")
+        for event in ("step", "clear"):
+            self.other.play(Event(event, value))
+        problem = self.other.problem()
+        self.wrong = self.wrong or (problem and f"of another pipeline, {problem}")
 
     def memory(self, value: int) -> None:
         self.of_one(value, lambda p: setattr(p, "data", -beside.FACTOR * p.data))

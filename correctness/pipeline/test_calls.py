@@ -63,7 +63,7 @@ def test_the_step_after_one_that_raised_is_that_of_one_process(
     """Nothing of the step that raised is left but gradients. One rank, as others would wait."""
     if implementation.spec in PYTORCHS:
         why = "PyTorch's schedules keep losses of a step that raised: docs/pytorch-defects.md"
-        request.applymarker(pytest.mark.xfail(reason=why))
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     ((alive, trained),) = worlds(mesh.size).run(step_after_an_error_on_rank, implementation, mesh, where, device)
     stages = 1 + max(int(name.partition(".")[0]) for name in trained.parameters)
     assert_none(

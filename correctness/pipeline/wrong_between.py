@@ -68,7 +68,7 @@ class FindsLossesLater(Planted):
 
 @defect(cause="errors", caught_by="test_the_step_after_one_that_raised")
 class KeepsAStepThatRaised(Planted):
-    """Graphs of a step are let go at its end, which an error does not reach."""
+    """Graphs of a step are freed at its end, which an error does not reach."""
 
     def _forward(self, action: Action) -> None:
         super()._forward(action)

@@ -217,7 +217,7 @@ def _assert_loaded(saved: Options, after: Options) -> None:
             loaded = after["state"].get(i, {}).get(name)
             found = "nothing" if loaded is None else f"{loaded.dtype}"
             if loaded is not None and loaded.dtype == value.dtype:
-                if torch.equal(*(x.cpu().double().nan_to_num(torch.pi) for x in (loaded, value))):
+                if loaded.shape == value.shape and torch.allclose(loaded, value, rtol=0, atol=0, equal_nan=True):
                     continue
                 found += f", off by {(loaded.double() - value.double()).abs().max().item():.3g}"
             raise AssertionError(f"loading changed {name!r} of parameter {i}\nfound {found}, expected {value.dtype}")
@@ -266,7 +266,7 @@ def histories(draw: DrawFn, most: int = 9, zero_redundancy: bool = False) -> His
     steps = st.builds(Step, st.just(()) if averages else _some(6, 5), one_in(3), frozen, transposed, one_in(4), lacked)
     changes = st.builds(Change, st.integers(0, 2), options)
     rare = [st.builds(Add, groups), st.just(Reload()), st.just(Save()), st.just(Restore()), st.just(Clamp())]
-    # Fused AdamW's maximum on CPU is another of NaN and a number in vector instructions than outside of them.
+    # Fused AdamW on CPU: its maximum of NaN and a number differs between the vectorized loop and the remainder.
     overflows = st.builds(Overflow, st.just(inf) if defaults.get("fused") else st.sampled_from([inf, nan]))
     rare += [st.just(Failure()), *[overflows] * (not averages)]
     rare += [changes, changes, st.builds(Freeze, st.integers(0, 7))]

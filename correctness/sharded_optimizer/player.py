@@ -110,7 +110,9 @@ def assert_value(
 
 def assert_gradient(where: str, found: Tensor | None, expected: Tensor | None) -> None:
     """Fail where a gradient came, went or changed: users add to what is left of it."""
-    assert (found is None) == (expected is None), f"{where} {'went' if found is None else 'came'}"
+    is_there = {True: "a tensor", False: "None"}
+    here, there = (is_there[x is not None] for x in (found, expected))
+    assert here == there, f"{where} is another\nfound {here}, expected {there}"
     if found is not None and expected is not None:
         assert_value(where, found, expected, rtol=0)
 

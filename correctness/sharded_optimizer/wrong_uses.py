@@ -43,7 +43,7 @@ class SkipsInFewBits(SimpleZero):
 
 @defect(cause="state", caught_by=HISTORY)
 class StaysInTheClosure(SimpleZero):
-    """A step inside of a closure is none, and a closure that raises is never left."""
+    """The flag that the closure runs, in which a step is none, is not reset where it raises."""
 
     inside = False
 

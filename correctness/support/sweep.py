@@ -62,8 +62,8 @@ def _is_interpreted(implementation: Any) -> bool:
 
 
 def _is_repeated(item: Any, implementation: Any, session: Session) -> bool:
-    """Return True if another implementation or case covers the same by default, or it takes long where this
-    implementation does and the sweep is enough; `--impl` still runs it."""
+    """Return True if another implementation or case covers the same by default, or it is marked `long` and this one is
+    interpreted; `--impl` still runs it."""
     briefly = getattr(implementation, "tested_briefly", False)
     marks = {mark.name for mark in item.iter_markers()}
     brief = briefly and (is_on_many_ranks(item, session) or bool(marks & {"large", "examples"}))

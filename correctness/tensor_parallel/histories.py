@@ -220,10 +220,10 @@ class Player(beside.ParametersChange):
             self.other = None
             self.other = Player(self.implementation, self.history, self.device)
             self.other.multiply_weights(-beside.FACTOR)
-        self.other.losses(value)
-        self.other.backward(0)
-        self.other.clear(0)
-        self.wrong = self.wrong or (self.other.wrong and f"of another model, {self.other.wrong}")
+        for event, given in (("losses", value), ("backward", 0), ("clear", 0)):
+            self.other.play(Event(event, given))
+        problem = self.other.problem()
+        self.wrong = self.wrong or (problem and f"of another model, {problem}")
 
     def multiply_weights(self, by: float) -> None:
         self.of_all(lambda p: local(p.detach()).mul_(by))
