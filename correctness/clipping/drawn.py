@@ -93,7 +93,7 @@ class Example:
     around: str = "nothing"
     """One of `AROUND`."""
     again: bool = False
-    """The same parameters were clipped before, when others of them had gradients."""
+    """A first call comes before, in which every second parameter has a gradient."""
 
 
 AROUND: dict[str, Callable[[str], AbstractContextManager[object]]] = {

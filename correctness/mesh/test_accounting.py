@@ -26,7 +26,6 @@ def bytes_of_mesh_on_rank(mesh: Mesh) -> int:
     return mesh.device_mesh(device_of_rank()).mesh.nbytes
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, taken in TAKEN.items() for spec in taken])
 def test_peak_is_predicted_to_the_byte(name: str, spec: str, worlds: WorldsBySize) -> None:
     implementation, case, size = resolve("mesh", name), MeshCase("tiny", 2, 32, spec), Mesh.parse(spec).size

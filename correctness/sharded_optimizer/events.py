@@ -217,7 +217,8 @@ def _assert_loaded(saved: Options, after: Options) -> None:
             loaded = after["state"].get(i, {}).get(name)
             found = "nothing" if loaded is None else f"{loaded.dtype}"
             if loaded is not None and loaded.dtype == value.dtype:
-                if loaded.shape == value.shape and torch.allclose(loaded, value, rtol=0, atol=0, equal_nan=True):
+                here, there = loaded.cpu(), value.cpu()
+                if here.shape == there.shape and torch.allclose(here, there, rtol=0, atol=0, equal_nan=True):
                     continue
                 found += f", off by {(loaded.double() - value.double()).abs().max().item():.3g}"
             raise AssertionError(f"loading changed {name!r} of parameter {i}\nfound {found}, expected {value.dtype}")

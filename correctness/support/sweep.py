@@ -66,8 +66,8 @@ def _is_repeated(item: Any, implementation: Any, session: Session) -> bool:
     interpreted; `--impl` still runs it."""
     briefly = getattr(implementation, "tested_briefly", False)
     marks = {mark.name for mark in item.iter_markers()}
-    brief = briefly and (is_on_many_ranks(item, session) or bool(marks & {"large", "examples"}))
-    return "judged" in marks or brief or ((briefly or _is_interpreted(implementation)) and "long" in marks)
+    brief = briefly and (is_on_many_ranks(item, session) or bool(marks & {"large", "long", "examples"}))
+    return brief or "judged" in marks or ("long" in marks and _is_interpreted(implementation))
 
 
 def is_on_many_ranks(item: Any, session: Session) -> bool:

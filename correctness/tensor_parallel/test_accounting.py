@@ -90,7 +90,6 @@ def simulated(name: str, mesh: Mesh, world: World) -> int:
     return predict(plan).memory.tensors - own
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", SLICED)
 @pytest.mark.meshes("tp=2", "tp=3", "tp=4")
 def test_peak_is_predicted_to_the_byte(name: str, mesh: Mesh, worlds: WorldsBySize) -> None:

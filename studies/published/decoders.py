@@ -37,7 +37,8 @@ class DecoderSize:
 
 
 class WideRMSNorm(nn.Module):
-    """Computes in float32, as Llama's own code does: where backward needs no input, it is free before the rounding."""
+    """Computes in float32, as Llama's own code does. Where backward needs no float32 input, it is freed before the
+    result is rounded."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ whole between micro-batches. Figures of pull request 165 are percentages of its 
 {summary}
 
 **Active** memory is allocated, or freed while other streams use it. The FSDP that is simulated is today's PyTorch's,
-but for FSDP2's memory of reductions, which until July 2024 was apart (pytorch/pytorch#129721).
+but that FSDP2 allocated inputs of reduce-scatters on their own stream until July 2024 (pytorch/pytorch#129721).
 """
 
 

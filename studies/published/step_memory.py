@@ -23,7 +23,7 @@ RESERVED_METRIC = "memory reserved"
 FIGURES = {"peak memory": PEAK, "peak active memory": "peak_active", RESERVED_METRIC: RESERVED}
 
 # March 2024: the model returns float32 logits, which the loop holds in backward; its table is for 2 x 32,768 positions.
-_TITAN_2024_03 = {"float32_logits": "model", "keeps_logits": True, "reduces_apart": True, "positions": 65_536}
+_TITAN_2024_03 = {"float32_logits": "model", "keeps_logits": True, "on_reduce_stream": True, "positions": 65_536}
 _TITAN_2024_12 = {"float32_logits": "loss", "keeps_logits": False}
 _TITAN = {"norm": WideRMSNorm, "from_meta": True, "keeps_last": True, "keeps_root": True}
 WRITTEN: dict[str, dict[str, Any]] = {

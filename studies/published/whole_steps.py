@@ -29,7 +29,7 @@ class Written:
     """A training, and what its memory depends on besides."""
 
     training: Training
-    norm: type[nn.Module]
+    norm: type[WideRMSNorm]
     """RMSNorm, written out, which saves its input in float32."""
     float32_logits: str
     """Float32 logits are made by the "model", which returns them, by the "loss", which frees them, or by none ("")."""
@@ -41,8 +41,8 @@ class Written:
     """Whether FSDP2 keeps the last block's parameters after forward, which backward needs first."""
     keeps_root: bool = False
     """Whether FSDP2 keeps the root's, as it did whatever the argument, before `reshard_after_forward=None`."""
-    reduces_apart: bool = False
-    """Whether FSDP2 allocates what it reduces on the stream of its reductions, as before pytorch/pytorch#129721."""
+    on_reduce_stream: bool = False
+    """Whether FSDP2 allocates a reduce-scatter's input on its stream, as before pytorch/pytorch#129721."""
     positions: int = 0
     """How many positions the table of rotations has, where more than the training's length."""
     from_meta: bool = False
@@ -85,6 +85,7 @@ class _Attention(nn.Module):
     def _apart(self, x: Tensor, table: Tensor) -> list[Tensor]:
         """Rotated as complex numbers; key and value heads are repeated."""
         q, k, v = (one(x).unflatten(-1, (-1, self.head)) for one in (self.query, self.key, self.value))
+        # Lists and no generators: in its source both complex tensors live until both are float32, and so these.
         pairs = [torch.view_as_complex(one.float().unflatten(-1, (-1, 2))) for one in (q, k)]
         wide = [torch.view_as_real(one * table[:, None]).flatten(3) for one in pairs]
         q, k = (one.type_as(v) for one in wide)
@@ -195,17 +196,17 @@ def _made(written: Written) -> Any:
             keeps = written.keeps_last and number == len(model.blocks)
             fully_shard(block, mp_policy=policy, reshard_after_forward=not keeps)
         fully_shard(model, mp_policy=policy, reshard_after_forward=not written.keeps_root)
-        if written.reduces_apart:
-            apart = _Apart(model)
+        if written.on_reduce_stream:
+            reduce_scatter = _OnReduceStream(model)
             for unit in (model, *model.blocks):
-                unit.set_custom_reduce_scatter(apart)
+                unit.set_custom_reduce_scatter(reduce_scatter)
         if written.from_meta:
             model.to_empty(device="cpu")
     return model
 
 
-class _Apart(DefaultReduceScatter):
-    """Allocates on the stream of reductions."""
+class _OnReduceStream(DefaultReduceScatter):
+    """Allocates on the stream of reduce-scatters, which a simulation has among those of the CPU."""
 
     def __init__(self, model: Any) -> None:
         self.state = model._get_fsdp_state()
