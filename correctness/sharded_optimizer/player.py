@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class Beside:
             make = partial(make, average_gradients=True)
             place = dist.get_rank(group), dist.get_world_size(group)
         self.rtol = rtol
+        self.largest: list[Tensor] = []
+        """Largest magnitude so far of each element: its rounding errors then remain when it becomes small."""
         self.found = Training(make, history, device, start, place)
         self.expected = Training(unsharded, history, device, start)
 
@@ -52,9 +55,12 @@ class Beside:
 
     def problem(self) -> str:
         wanted = self.expected.values()
+        sizes = [x.double().abs().nan_to_num(0, 0).clamp(min=1) for x in wanted]
+        self.largest = [x if y is None else x.maximum(y) for x, y in zip_longest(sizes, self.largest)]
         for i, (x, y) in enumerate(zip(self.found.values(), wanted, strict=True)):
             what = f"parameter {i} of shape {tuple(y.shape)} in group {self.expected.group_of[i]}"
-            assert_value(what, x, y, self.rtol, self.before[i] if i < len(self.before) else None)
+            before = self.before[i] if i < len(self.before) else None
+            assert_value(what, x, y, self.rtol, before, self.largest[i])
             if self.found.place is None:
                 assert_gradient(
                     f"the gradient of {what}", self.found.parameters[i].grad, self.expected.parameters[i].grad
@@ -88,15 +94,24 @@ def checkpoint_after(implementation: Implementation | None, history: History, de
 
 
 def assert_value(
-    where: str, found: Tensor, expected: Tensor, rtol: float = 1e-10, before: Tensor | None = None
+    where: str,
+    found: Tensor,
+    expected: Tensor,
+    rtol: float = 1e-10,
+    before: Tensor | None = None,
+    sizes: Tensor | None = None,
 ) -> None:
-    """Fail where shape, dtype or values differ; show the element furthest off, and say if all still equal `before`."""
+    """Fail where shape, dtype or values differ; show the element furthest off, and say if all still equal `before`.
+
+    `rtol` is of `sizes`, by default the expected magnitudes, but at least 1.
+    """
     assert found.shape == expected.shape, f"{where}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
     assert found.dtype == expected.dtype, f"{where}: {found.dtype}, expected {expected.dtype}"
     still = before is not None and torch.equal(found.cpu(), before.cpu())
     found, wide = found.double().cpu().flatten(), expected.double().cpu().flatten()
     rtol = max(rtol, 4 * torch.finfo(expected.dtype).eps) if expected.is_floating_point() else 0
-    excess = (found - wide).abs() - rtol * wide.abs().clamp(min=1)
+    sizes = wide.abs().clamp(min=1) if sizes is None else sizes.flatten()
+    excess = (found - wide).abs() - rtol * sizes
     excess[(found == wide) | (found.isnan() & wide.isnan())] = 0  # also of infinities
     if bool((~(excess <= 0)).any()):
         worst = int(excess.nan_to_num(torch.inf).argmax())
