@@ -142,22 +142,30 @@ def test_a_long_context(implementation: Implementation, context: int, device: st
         assert_logits(model(tokens), plain(tokens), where=f" of {context} tokens")
 
 
-@pytest.mark.parametrize("made", ["converted", "made_in_it"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        *product((torch.bfloat16, torch.float16), ("converted", "made_in_it", "made_and_called_in_it")),
+        (torch.float32, "converted"),
+    ],
+    ids=str,
+)
 def test_a_long_context_is_as_accurate_in_every_dtype(
-    implementation: Implementation, dtype: torch.dtype, made: str, device: str
+    implementation: Implementation, dtype: torch.dtype, how: str, device: str
 ) -> None:
     """Each model's error against float64: positions or angles rounded to half precision would be far off. A model is
-    converted to a dtype, or made while it is torch's default."""
+    converted to a dtype, or made while it is torch's default, and called then too."""
     scores, times = (4.0, 1.5) if dtype.itemsize == 2 else (2.0, 4.0)  # beside float64, angles in float32 are rounded
-    with default_dtype(dtype if made == "made_in_it" else torch.float32):
+    with default_dtype(torch.float32 if how == "converted" else dtype):
         model, plain, tokens = _of_long_context(implementation, 700, device, scores)
     plain.to(dtype)
     with torch.no_grad():
         skip_if_slow(implementation, lambda share: model(tokens[:, : -(-700 // share)]), device)
         of_plain = plain(tokens).double()
         exact = plain.double()(tokens)
-        error, of_plain = ((x.double() - exact).abs() for x in (model.to(dtype)(tokens), of_plain))
+        with default_dtype(dtype if how == "made_and_called_in_it" else torch.float32):
+            logits = model.to(dtype)(tokens)
+        error, of_plain = ((x.double() - exact).abs() for x in (logits, of_plain))
     found, of_plain = error.mean().item(), of_plain.mean().item()
     assert found <= times * of_plain, (
         f"logits of 700 tokens in {dtype} are off by {found:.2g} on average, the plain model's by {of_plain:.2g}: "

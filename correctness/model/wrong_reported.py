@@ -142,6 +142,14 @@ class AnglesOfTheDefaultDtype(Parts):
         return torch.outer(positions.to(self.made_in), frequencies.to(self.made_in)).double()
 
 
+@defect(cause="numerics", caught_by="test_a_long_context_is_as_accurate_in_every_dtype")
+class PositionsOfTheDefaultDtype(Parts):
+    """huggingface/transformers#28685: each call counts positions in torch's default dtype."""
+
+    def positions(self, context: int, x: Tensor) -> Tensor:
+        return torch.arange(0.0, context, device=x.device).double()
+
+
 @defect(cause="state", caught_by="test_a_model_of_the_meta_device_is_whole_once_its_state_is_loaded")
 class TablesThatNobodyLoads(Parts):
     """vllm-project/vllm#16564: no state has the tables of positions, which `to_empty` leaves unwritten."""
