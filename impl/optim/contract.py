@@ -35,10 +35,11 @@ class Optimizer(Protocol):
       state, in a new optimizer or in one that has made other steps; torch's AdamW goes on from the state too. Ids in a
       state are those of its groups, in their order. A copy, deep or pickled, goes on as well, with its options, on
       parameters of its own, or copying it or its step raises an error.
-    - A sparse gradient, or a complex parameter, is an error or treated as what it stands for.
+    - A sparse gradient is an error or treated as what it stands for.
 
-    Should: a loaded state is a copy; ValueError for no parameters, for a negative lr, eps or weight_decay, for betas
-    outside [0, 1), and for a state whose groups have other numbers of parameters.
+    Should: a loaded state is a copy; a complex parameter is an error or treated as a pair of numbers; ValueError for
+    no parameters, for a negative lr, eps or weight_decay, for betas outside [0, 1), and for a state whose groups have
+    other numbers of parameters.
 
     Not asked: arguments that are tensors; global hooks (`register_optimizer_step_pre_hook`) of an optimizer that holds
     another.
