@@ -114,15 +114,17 @@ def differences(
     ranks: Sequence[Clipped], gradients: Sequence[Tensor], max_norm: float, norm_type: float, close: float | None = None
 ) -> Iterator[str]:
     """A line for each thing that is wrong: a norm by more than `close`, relative to its size, and a gradient by more
-    than that and roundings in its own dtype."""
+    than that and roundings in its own dtype, of subnormal numbers too."""
     if close is None:
         close = 8 * torch.finfo(gradients[0].dtype).eps  # the norm of norms, a few roundings
     values = [wide(g).flatten() for g in gradients]
     right = torch.linalg.vector_norm(torch.cat(values), norm_type).item() if values else 0.0
     scale = min(1.0, max_norm / (right + 1e-6))
 
-    def off(own: Tensor, whole: Tensor) -> Tensor:
-        return (wide(own) - scale * wide(whole)).abs()
+    def is_scaled(own: Tensor, whole: Tensor) -> bool:
+        number, expected = torch.finfo(whole.dtype), scale * wide(whole)
+        allowed = (close + 2 * number.eps) * expected.abs() + number.smallest_normal * number.eps
+        return bool(((wide(own) - expected).abs() <= allowed).all())
 
     for rank, found in enumerate(ranks):
         if not abs(found.norm - right) <= close * right:
@@ -134,7 +136,7 @@ def differences(
                 yield f"gradient {index} has the shape {tuple(own.shape)} on rank {rank}, and had {tuple(whole.shape)}"
             elif scale == 1.0 and not torch.equal(own, whole):
                 yield f"gradient {index} has other bits on rank {rank}, and the norm is below {max_norm:g}"
-            elif not (off(own, whole) <= (close + 2 * torch.finfo(whole.dtype).eps) * scale * wide(whole).abs()).all():
+            elif not is_scaled(own, whole):
                 yield f"gradient {index} is not scaled by {scale:.6g} on rank {rank}"
 
 

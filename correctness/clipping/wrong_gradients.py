@@ -136,3 +136,12 @@ class LearnsWhichHaveGradients(ByEach):
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         return super().gradients([p for p in parameters if self.trained.setdefault(p, p.grad is not None)])
+
+
+@defect(cause="numerics", caught_by="test_in_few_bits")
+class ScaleOfTheGradientsDtype(ByEach):
+    """unslothai/unsloth-zoo#1261: gradients are multiplied by a scale in their own dtype; float16 has no small one."""
+
+    def scale(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+        for g in gradients:
+            g.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(g.dtype))

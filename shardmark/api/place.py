@@ -26,6 +26,7 @@ def defined_at(target: Any) -> tuple[str, int] | None:
     """File and first line of a function or class; None where they are not known, as for C code."""
     while isinstance(target, partial):
         target = target.func
+    target = inspect.unwrap(target)  # a decorated function's own, and not the decorator's
     try:
         return inspect.getsourcefile(target) or "", inspect.getsourcelines(target)[1]
     except (OSError, TypeError):

@@ -8,6 +8,7 @@ import torch
 
 from impl.layers import Layers
 from shardmark.api import resolve
+from shardmark.api.place import defined_at
 from shardmark.api.refusals import Call, Feature, Ledger, Refusable
 from shardmark.report.causes import causes, snippet
 from shardmark.report.judgement import FAILED, PASSED, Check, Notes, Verdict
@@ -38,6 +39,18 @@ def test_a_dtype_is_blamed_for_failures_that_are_seen_in_it_alone(reasons: list[
     found = causes(_verdict(*zip([HALF, HALF, FULL, FULL, FULL], reasons, strict=False)))
     assert [cause.refusable for cause in found if cause.refusable] == [blamed] * (blamed is not None)
     assert sum(len(cause.checks) for cause in found) == sum(map(bool, reasons))
+
+
+def test_a_decorated_function_is_where_it_is_written() -> None:
+    @torch.no_grad()
+    def mine() -> None: ...
+
+    file, line = defined_at(mine) or ("", 0)
+    assert Path(file) == Path(__file__)
+    assert Path(file).read_text(encoding="utf-8").splitlines()[line - 1 : line + 1] == [
+        "    @torch.no_grad()",
+        "    def mine() -> None: ...",
+    ]
 
 
 OWN = """
