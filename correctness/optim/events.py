@@ -82,6 +82,8 @@ class History:
     """Dtypes of the parameters, used in turn."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the optimizer."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the optimizer, which groups take that have none of their own, those added to a copy too."""
     mode: str = "gradients"
     """The optimizer is made in it, one of `STEPS_IN`."""
 
@@ -90,7 +92,7 @@ class History:
         said = [f"{self.layout} {dtypes} parameters of shapes {self.groups[0][0]} with {self.groups[0][1]}"]
         for shapes, arguments in self.groups[1:]:
             said.append(f"before event {self.added_before + 1} a group of shapes {shapes} with {arguments}")
-        said += [f"{name}={value}" for name, value in self.options.items()]
+        said += [f"{name}={value}" for name, value in (self.options | self.defaults).items()]
         return "; ".join([*said, *[f"made in {self.mode}"] * (self.mode != "gradients")])
 
     @property
@@ -99,16 +101,17 @@ class History:
         return min(self.added, len(self.events) - 1)
 
 
-arguments = st.fixed_dictionaries(
-    {}, optional={
-        "lr": st.sampled_from(LRS),
-        "betas": st.sampled_from(BETAS),
-        "eps": st.sampled_from(EPSILONS),
-        "weight_decay": st.sampled_from(DECAYS),
-        "name": st.sampled_from(("decayed", "others")),
-        "initial_lr": st.sampled_from(LRS),  # as schedulers write it
-    },
-)  # fmt: skip
+NUMBERS: dict[str, st.SearchStrategy[Any]] = {
+    "lr": st.sampled_from(LRS),
+    "betas": st.sampled_from(BETAS),
+    "eps": st.sampled_from(EPSILONS),
+    "weight_decay": st.sampled_from(DECAYS),
+}
+OTHERS: dict[str, st.SearchStrategy[Any]] = {
+    "name": st.sampled_from(("decayed", "others")),
+    "initial_lr": st.sampled_from(LRS),  # as schedulers write it
+}
+arguments = st.fixed_dictionaries({}, optional=NUMBERS | OTHERS)
 shapes = st.one_of(
     st.lists(st.integers(0, 5), max_size=4).map(tuple),
     st.tuples(st.integers(0, 10).map(lambda k: 2**k) | st.sampled_from((31, 33, 127, 129, 1023, 1025))),
@@ -150,6 +153,7 @@ def histories(
         added=st.integers(0, 3),
         layout=st.sampled_from(layouts),
         mode=st.sampled_from(STEPS_IN),
+        defaults=st.fixed_dictionaries({}, optional=NUMBERS),
         **parts,
     )
     return found.map(_without_refused_autocast)

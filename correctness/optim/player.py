@@ -36,7 +36,7 @@ class Training:
                 params.append(laid_out(self.random(shape, dtype), history.layout).requires_grad_())
                 self.dtypes[params[-1]] = dtype
             self.groups.append({"params": params, **own})
-        self.optimizer = target([dict(self.groups[0])], **self.options)
+        self.optimizer = target([dict(self.groups[0])], **self.options, **history.defaults)
         self.kept: tuple[Any, list[Tensor]] | None = None
         self.held = [*self.optimizer.param_groups]
         """Groups, as callers hold them who change their options."""

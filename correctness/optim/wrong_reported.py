@@ -123,3 +123,11 @@ class CorrectsInFloat32(Simple):
         if v.dtype != torch.float64:
             correction = 1 - torch.tensor(1 - correction, dtype=torch.float32).item()
         return super().denominator(v, correction, eps)
+
+
+@defect(cause="state", caught_by="test_any_history_is_that_of_adamw")
+class CopiesHaveTheClassesDefaults(Simple):
+    """pytorch/pytorch#10906: a copy has no `defaults`, of which groups that are added later take what they lack."""
+
+    def __setstate__(self, state: State) -> None:
+        super().__setstate__({**state, "defaults": type(self)([torch.zeros(1)]).defaults})
