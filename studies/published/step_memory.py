@@ -15,7 +15,7 @@ import torch
 from studies.published.decoders import WideRMSNorm
 from studies.published.memory_rows import PEAK, RESERVED, Compared, beside, held
 from studies.published.rules import Row
-from studies.published.step_rows import Published, numbered, published_of, why_unknown
+from studies.published.step_rows import Published, compiled_of, numbered, published_of, why_unknown
 from studies.published.whole_steps import HoldingRMSNorm, WiderRMSNorm, Written, program
 
 FP32 = torch.float32
@@ -42,6 +42,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
 }
 TRAINED: dict[str, dict[str, Any]] = {"torchtitan/pull/165": {"reduce": FP32}, "extensions/thunder": {"clips": False}}
 """By source, where its training is another than `step_rows.SOURCES` says, as seconds do not show."""
+COMPILES = {"llama3_h100_202412": "blocks", "KempnerForge": "model"}
+"""By source, what is compiled where its rows say that something is."""
 OTHERS = {
     "dlrover": "its library replaces attention and norms by kernels of its own, which are not said",
     "daddyofadoggy": "a range of whole GB, and not said of what",
@@ -62,21 +64,32 @@ def written_of(published: Published) -> Written | None:
             micro_batches=2 if accumulates else 1,  # a third one finds what the second one found
             sync_last_only=accumulates,
         ),
+        compiles=COMPILES[source] if training.compiled else "",
         **WRITTEN[source],
     )
+
+
+def _is_compiled(row: Row) -> bool:
+    """Whether it is, in a way that is known."""
+    return row["compile"] == "yes" and any(source in row["source"] for source in COMPILES)
+
+
+def _published(line: int, row: Row) -> Published | None:
+    """The row as a training; None where there is none."""
+    return (compiled_of if _is_compiled(row) else published_of)(line, row)
 
 
 def rows() -> Iterator[tuple[Row, Published, Written]]:
     """A row for each published figure, with its source, case, metric, value and unit."""
     for line, row in numbered():
-        published = published_of(line, row)
+        published = _published(line, row)
         written = written_of(published) if published is not None and row["peak_memory"] else None
         if published is None or written is None:
             continue
         training = written.training
         where = f"{training.strategy} on {training.ranks}" if training.ranks > 1 else training.strategy
         checkpoints = f", {row['activation_checkpointing']} checkpoints" if training.checkpoint_every else ""
-        case = f"{row['model']}, {where}{checkpoints}"
+        case = f"{row['model']}, {where}{checkpoints}" + ", compiled" * training.compiled
         for metric, value, unit in _figures(row):
             yield (
                 {"source": row["source"], "case": case, "metric": metric, "value": value, "unit": unit},
@@ -115,9 +128,10 @@ def not_written() -> Iterator[tuple[str, list[int], str]]:
     why: dict[tuple[str, str], list[int]] = {}
     for line, row in numbered():
         if row["peak_memory"]:
-            found = published_of(line, row)
+            found = _published(line, row)
             if found is None:
-                why.setdefault((row["source"], why_unknown(row)), []).append(line)
+                eager = row | {"compile": "no"} if _is_compiled(row) else row
+                why.setdefault((row["source"], why_unknown(eager)), []).append(line)
             elif written_of(found) is None:
                 reason = next(reason for source, reason in OTHERS.items() if source in row["source"])
                 why.setdefault((row["source"], reason), []).append(line)

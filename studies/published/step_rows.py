@@ -247,5 +247,11 @@ def every() -> list[Published]:
 @cache
 def compiled() -> list[Published]:
     """Rows whose blocks are compiled and whose program can be written otherwise. No number is fitted to them."""
-    found = [published_of(line, row | {"compile": "no"}) for line, row in numbered() if row["compile"] == "yes"]
-    return [replace(each, training=replace(each.training, compiled=True)) for each in found if each is not None]
+    rows = ((line, row) for line, row in numbered() if row["compile"] == "yes")
+    return [found for line, row in rows if (found := compiled_of(line, row)) is not None]
+
+
+def compiled_of(line: int, row: Row) -> Published | None:
+    """The row as a training of compiled blocks; None where there is none even if nothing is compiled."""
+    found = published_of(line, row | {"compile": "no"})
+    return found and replace(found, training=replace(found.training, compiled=True))

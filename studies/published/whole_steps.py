@@ -47,6 +47,8 @@ class Written:
     """How many positions the table of rotations has, where more than the training's length."""
     from_meta: bool = False
     """Whether parameters are made as shards, and never whole."""
+    compiles: str = ""
+    """Each of the "blocks" is compiled, with its checkpoint, or the "model" once it is sharded, or nothing ("")."""
 
 
 class HoldingRMSNorm(WideRMSNorm):
@@ -182,10 +184,20 @@ def program(written: Written) -> Program:
 
 
 def _made(written: Written) -> Any:
+    model = _sharded(written)
+    if written.compiles == "model":
+        model.compile()
+    return model
+
+
+def _sharded(written: Written) -> Any:
     training = written.training
     with default_dtype(training.master), torch.device("meta") if written.from_meta else nullcontext():
         model = _Decoder(written)
     checkpoint_blocks(training, model.blocks)
+    if written.compiles == "blocks":
+        for block in model.blocks:
+            block.compile()
     if training.strategy == "ddp":
         return DistributedDataParallel(model)
     if training.strategy == "fsdp1":
