@@ -65,7 +65,8 @@ def _freeze(model: Transformer, frozen: str) -> None:
 def test_it_saves_in_each_mode_whatever_is_frozen(
     implementation: Implementation, mode: str, frozen: str, device: str
 ) -> None:
-    """Nothing is kept after backward, after a forward without gradients, or once an output is freed.
+    """Nothing is kept after backward, after a forward without gradients, or once an output is freed; and no more than
+    where nothing is frozen.
 
     The peak is not lower if backward recomputes all blocks before it frees any.
     """
@@ -74,6 +75,12 @@ def test_it_saves_in_each_mode_whatever_is_frozen(
     when = f"in {mode} mode with {frozen} frozen"
     _assert_leaves_nothing(found, when)
     _assert_saves(implementation, found, plain, when)
+    if frozen != "nothing":
+        trained = _in_mode(implementation.watched, mode, "nothing", device)
+        more = found["kept"] - trained["kept"]
+        assert more <= LEAST * _without(mode, "nothing", device)["kept"], (
+            f"{when} forward keeps {found['kept']:,} bytes, and {trained['kept']:,} where nothing is frozen"
+        )
 
 
 def test_it_saves_where_an_evaluation_came_first(implementation: Implementation, device: str) -> None:

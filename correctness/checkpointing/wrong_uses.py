@@ -275,3 +275,17 @@ def leaves_pythons_random_state_of_forward(model: nn.Module) -> nn.Module:
         return run
 
     return wrapped(model, wrap)
+
+
+@defect(cause="memory", caught_by="test_it_saves_in_each_mode_whatever_is_frozen")
+def where_inputs_need_gradients(model: nn.Module) -> nn.Module:
+    """OpenBMB/BMTrain#8: a block behind a frozen embedding is not checkpointed, as its inputs need no gradient."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            needed = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs)))
+            return (recomputed(forward) if needed else forward)(*args, **kwargs)
+
+        return run
+
+    return wrapped(model, wrap)

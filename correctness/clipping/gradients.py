@@ -114,7 +114,7 @@ def differences(
     ranks: Sequence[Clipped], gradients: Sequence[Tensor], max_norm: float, norm_type: float, close: float | None = None
 ) -> Iterator[str]:
     """A line for each thing that is wrong: a norm by more than `close`, relative to its size, and a gradient by more
-    than that and roundings in its own dtype, of subnormal numbers too."""
+    than that, roundings in its own dtype, and a spacing of its subnormal numbers."""
     if close is None:
         close = 8 * torch.finfo(gradients[0].dtype).eps  # the norm of norms, a few roundings
     values = [wide(g).flatten() for g in gradients]
@@ -122,8 +122,8 @@ def differences(
     scale = min(1.0, max_norm / (right + 1e-6))
 
     def is_scaled(own: Tensor, whole: Tensor) -> bool:
-        number, expected = torch.finfo(whole.dtype), scale * wide(whole)
-        allowed = (close + 2 * number.eps) * expected.abs() + number.smallest_normal * number.eps
+        info, expected = torch.finfo(whole.dtype), scale * wide(whole)
+        allowed = (close + 2 * info.eps) * expected.abs() + info.smallest_normal * info.eps
         return bool(((wide(own) - expected).abs() <= allowed).all())
 
     for rank, found in enumerate(ranks):

@@ -119,7 +119,7 @@ def test_in_few_bits(
     device: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The squares of large ones are beyond float16; of the largest the norm is too, and what they are scaled by."""
+    """Squares of the large ones overflow float16. The norm of the largest does too; their scale is subnormal."""
     _known(request, implementation, dtype == torch.float16 and size > 1, "it squares in float16")
     gradients = wholes(dtype, False, size)
     ranks = worlds(mesh.size).run(clip_on_rank, implementation, mesh, gradients, max_norm, 2.0, device)

@@ -139,8 +139,8 @@ class LearnsWhichHaveGradients(ByEach):
 
 
 @defect(cause="numerics", caught_by="test_in_few_bits")
-class ScaleOfTheGradientsDtype(ByEach):
-    """unslothai/unsloth-zoo#1261: gradients are multiplied by a scale in their own dtype; float16 has no small one."""
+class ScalesInTheGradientsDtype(ByEach):
+    """unslothai/unsloth-zoo#1261: the scale is in the gradients' dtype; float16 has few digits below 6e-5."""
 
     def scale(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         for g in gradients:

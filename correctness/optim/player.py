@@ -25,6 +25,7 @@ class Training:
 
     def __init__(self, target: Any, history: History, device: str, wide: bool) -> None:
         self.target, self.options, self.device, self.wide = target, history.options, device, wide
+        self.made = history.options | history.defaults
         self.generator = torch.Generator().manual_seed(0)
         count = iter(range(99))
         self.groups: list[dict[str, Any]] = []
@@ -36,7 +37,7 @@ class Training:
                 params.append(laid_out(self.random(shape, dtype), history.layout).requires_grad_())
                 self.dtypes[params[-1]] = dtype
             self.groups.append({"params": params, **own})
-        self.optimizer = target([dict(self.groups[0])], **self.options, **history.defaults)
+        self.optimizer = target([dict(self.groups[0])], **self.made)
         self.kept: tuple[Any, list[Tensor]] | None = None
         self.held = [*self.optimizer.param_groups]
         """Groups, as callers hold them who change their options."""
@@ -88,7 +89,7 @@ class Training:
             self.optimizer.load_state_dict(deepcopy(back[0]))
             self._restore(back[1])
             return
-        self.optimizer = self.target([{"params": g["params"]} for g in self.optimizer.param_groups], **self.options)
+        self.optimizer = self.target([{"params": g["params"]} for g in self.optimizer.param_groups], **self.made)
         if how == "used":
             self.step(others)
             self._restore(now[1])

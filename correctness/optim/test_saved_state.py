@@ -157,8 +157,8 @@ def test_torchs_adamw_goes_on_from_the_state(implementation: Implementation, dev
 
 
 def test_training_goes_on_from_the_state_of_complex_parameters(implementation: Implementation, device: str) -> None:
-    """In torch's AdamW and in a new optimizer, where complex parameters are neither refused nor noted as trained in
-    another way (`test_errors.py`): the moments are complex too."""
+    """In torch's AdamW and in a new optimizer, where complex parameters are trained as torch's AdamW does: the moments
+    are complex too."""
     start = [torch.randn(shape, dtype=torch.complex128, device=device) for shape in ((3, 5), (), (4,))]
     grads = [[torch.randn_like(x) for x in start] for _ in range(4)]
     expected = train(torch.optim.AdamW, start, grads, lr=0.1)

@@ -131,3 +131,16 @@ class CopiesHaveTheClassesDefaults(Simple):
 
     def __setstate__(self, state: State) -> None:
         super().__setstate__({**state, "defaults": type(self)([torch.zeros(1)]).defaults})
+
+
+@defect(cause="numerics", caught_by="test_parameters_may_get_their_memory_later")
+class MakesItsStateAtOnce(Simple):
+    """facebookresearch/madgrad#4: the moments of a model that is cast later keep the dtype it was made in."""
+
+    def add_param_group(self, param_group: State) -> None:
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            self.state_of(p)
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        super().move(p, grad.to(state["exp_avg"].dtype), state, group, t)

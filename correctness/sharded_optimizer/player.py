@@ -42,10 +42,10 @@ class Beside:
             make = partial(make, average_gradients=True)
             place = dist.get_rank(group), dist.get_world_size(group)
         self.rtol = rtol
-        self.largest: list[Tensor] = []
-        """Largest magnitude so far of each element: its rounding errors then remain when it becomes small."""
         self.found = Training(make, history, device, start, place)
         self.expected = Training(unsharded, history, device, start)
+        self.largest = _magnitudes(self.expected.values())
+        """Largest magnitude of each element so far, at least 1: rounding errors of that size stay when it shrinks."""
 
     def play(self, event: Any) -> None:
         self.before = self.expected.values()
@@ -55,8 +55,8 @@ class Beside:
 
     def problem(self) -> str:
         wanted = self.expected.values()
-        sizes = [x.double().abs().nan_to_num(0, 0).clamp(min=1) for x in wanted]
-        self.largest = [x if y is None else x.maximum(y) for x, y in zip_longest(sizes, self.largest)]
+        now = zip_longest(_magnitudes(wanted), self.largest)
+        self.largest = [x if before is None else x.maximum(before) for x, before in now]
         for i, (x, y) in enumerate(zip(self.found.values(), wanted, strict=True)):
             what = f"parameter {i} of shape {tuple(y.shape)} in group {self.expected.group_of[i]}"
             before = self.before[i] if i < len(self.before) else None
@@ -73,6 +73,10 @@ class Beside:
     def checkpoint(self) -> Checkpoint:
         Save().happens(self.found)
         return Checkpoint(self.found.values(), self.found.saved)
+
+
+def _magnitudes(values: Sequence[Tensor]) -> list[Tensor]:
+    return [x.double().abs().nan_to_num(0, 0).clamp(min=1) for x in values]
 
 
 def check(
@@ -99,19 +103,19 @@ def assert_value(
     expected: Tensor,
     rtol: float = 1e-10,
     before: Tensor | None = None,
-    sizes: Tensor | None = None,
+    magnitudes: Tensor | None = None,
 ) -> None:
     """Fail where shape, dtype or values differ; show the element furthest off, and say if all still equal `before`.
 
-    `rtol` is of `sizes`, by default the expected magnitudes, but at least 1.
+    An element may be off by `rtol` times its `magnitudes`: by default its expected one, or 1 if that is larger.
     """
     assert found.shape == expected.shape, f"{where}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
     assert found.dtype == expected.dtype, f"{where}: {found.dtype}, expected {expected.dtype}"
     still = before is not None and torch.equal(found.cpu(), before.cpu())
     found, wide = found.double().cpu().flatten(), expected.double().cpu().flatten()
     rtol = max(rtol, 4 * torch.finfo(expected.dtype).eps) if expected.is_floating_point() else 0
-    sizes = wide.abs().clamp(min=1) if sizes is None else sizes.flatten()
-    excess = (found - wide).abs() - rtol * sizes
+    magnitudes = wide.abs().clamp(min=1) if magnitudes is None else magnitudes.flatten()
+    excess = (found - wide).abs() - rtol * magnitudes
     excess[(found == wide) | (found.isnan() & wide.isnan())] = 0  # also of infinities
     if bool((~(excess <= 0)).any()):
         worst = int(excess.nan_to_num(torch.inf).argmax())

@@ -38,10 +38,10 @@ class Policy(Protocol):
       blocks run, and those of parameters once in a backward.
     - Forward keeps fewer bytes for backward than without, and the peak of forward and backward is lower, under autocast
       too, and where blocks take and return tensors, or tuples of them, by position or by name, of a deep copy too, and
-      after parameters were replaced, or a forward or a backward raised. Nothing is kept after backward, after a forward
-      without gradients, or once an output without a backward is freed, before the garbage collector runs too. A policy
-      that should save nothing, as a peer, is named `none` or `identity`, or has an attribute
-      `saves_nothing = True`.
+      after parameters were replaced, or a forward or a backward raised; and no more where some are frozen. Nothing is
+      kept after backward, after a forward without gradients, or once an output without a backward is freed, before the
+      garbage collector runs too. A policy that should save nothing, as a peer, is named `none` or `identity`, or has an
+      attribute `saves_nothing = True`.
 
     Should: ValueError for a model without blocks, and for one that is checkpointed already.
 

@@ -26,10 +26,12 @@ def defined_at(target: Any) -> tuple[str, int] | None:
     """File and first line of a function or class; None where they are not known, as for C code."""
     while isinstance(target, partial):
         target = target.func
-    target = inspect.unwrap(target)  # a decorated function's own, and not the decorator's
     try:
-        return inspect.getsourcefile(target) or "", inspect.getsourcelines(target)[1]
-    except (OSError, TypeError):
+        # A library's decorator, as torch.no_grad, is no place of the user's.
+        target = inspect.unwrap(target, stop=lambda each: is_the_users(inspect.getsourcefile(each) or ""))
+        own = target.__code__ if inspect.isfunction(target) else target  # of a function it would unwrap once more
+        return inspect.getsourcefile(own) or "", inspect.getsourcelines(own)[1]
+    except (OSError, TypeError, ValueError):
         return None
 
 

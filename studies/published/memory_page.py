@@ -47,8 +47,9 @@ STEPS = """## Whole training steps
 These are lines of `perf/published/training_steps.csv`: steps of 20 million to 15 billion parameters on one GPU to 128,
 each as its source's own repository wrote it at the time (`studies/published/whole_steps.py`). Bytes depend on
 details that hardly change seconds: which norm saves float32, who holds the logits in backward, which gradients stay
-whole between micro-batches; torchtitan compiles each block, and KempnerForge the model. Figures of pull request 165 are
-percentages of its GPU's 95.04 GiB.
+whole between micro-batches. Where a case says compiled, torchtitan compiles each block and KempnerForge the model; on
+one GPU its backward is one graph, and the 0.8 GiB that are missing there are not explained. Figures of pull request
+165 are percentages of its GPU's 95.04 GiB.
 
 {summary}
 
@@ -74,7 +75,7 @@ def page() -> str:
     for rows in by_file.values():
         parts.append(f"## {rows[0].row['source']}\n\n{_table(rows)}\n")
     parts += _whole_steps()
-    parts.append("## Not held to a prediction\n\nOther compiled programs, and:\n")
+    parts.append("## Not held to a prediction\n\nCompiled programs other than those above, and:\n")
     lines = [
         f"| {row['case']} | {row['metric']} | {row['value']} {row['unit']} | {_predicted(found)} | {why} |"
         for row, why, found in unknown()

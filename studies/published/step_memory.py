@@ -43,7 +43,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
 TRAINED: dict[str, dict[str, Any]] = {"torchtitan/pull/165": {"reduce": FP32}, "extensions/thunder": {"clips": False}}
 """By source, where its training is another than `step_rows.SOURCES` says, as seconds do not show."""
 COMPILES = {"llama3_h100_202412": "blocks", "KempnerForge": "model"}
-"""By source, what is compiled where its rows say that something is."""
+"""By source: the compiled part, in rows that are compiled."""
 OTHERS = {
     "dlrover": "its library replaces attention and norms by kernels of its own, which are not said",
     "daddyofadoggy": "a range of whole GB, and not said of what",
@@ -70,12 +70,12 @@ def written_of(published: Published) -> Written | None:
 
 
 def _is_compiled(row: Row) -> bool:
-    """Whether it is, in a way that is known."""
+    """Whether the row is compiled and `COMPILES` says how."""
     return row["compile"] == "yes" and any(source in row["source"] for source in COMPILES)
 
 
 def _published(line: int, row: Row) -> Published | None:
-    """The row as a training; None where there is none."""
+    """The row as a training; None where `why_unknown` says why."""
     return (compiled_of if _is_compiled(row) else published_of)(line, row)
 
 

@@ -246,12 +246,12 @@ def every() -> list[Published]:
 
 @cache
 def compiled() -> list[Published]:
-    """Rows whose blocks are compiled and whose program can be written otherwise. No number is fitted to them."""
+    """Rows that are compiled and whose program can be written but for that. No number is fitted to them."""
     rows = ((line, row) for line, row in numbered() if row["compile"] == "yes")
     return [found for line, row in rows if (found := compiled_of(line, row)) is not None]
 
 
 def compiled_of(line: int, row: Row) -> Published | None:
-    """The row as a training of compiled blocks; None where there is none even if nothing is compiled."""
+    """The row as a compiled training; None if its eager program cannot be written either."""
     found = published_of(line, row | {"compile": "no"})
     return found and replace(found, training=replace(found.training, compiled=True))
