@@ -1,5 +1,6 @@
 """A training step's side effects: what it must not change, the marks of its parts, and inputs that it refuses."""
 
+import copy
 import traceback
 from pathlib import Path
 
@@ -96,6 +97,32 @@ def test_blocks_that_recompute_need_no_more_memory(implementation: Implementatio
     assert peaks[1] <= 1.05 * peaks[0], (
         f"a step whose blocks recompute has {peaks[1]:,} bytes at its peak, and one whose blocks do not {peaks[0]:,}"
     )
+
+
+class Norms(nn.Module):
+    """A batch norm of the last dimension."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(dim)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, context, dim)
+        return self.norm(x.flatten(0, 1)).view_as(x)
+
+
+def test_buffers_of_blocks_change_once_in_a_forward_without_backward(
+    implementation: Implementation, device: str
+) -> None:
+    model = MLPLanguageModel(SIZE)
+    for block in model.blocks:
+        block.gelu = nn.Sequential(block.gelu, Norms(SIZE.hidden))
+    plain = copy.deepcopy(model).to(device)
+    of = setting(implementation, device, model=model)
+    of.step.forward(of.tokens, of.targets)
+    plain(of.tokens)
+    for name, expected in plain.named_buffers():
+        found = of.model.get_buffer(name)
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6), f"{name} is {found}, expected {expected}"
 
 
 def test_the_random_state_is_the_callers(implementation: Implementation, device: str) -> None:

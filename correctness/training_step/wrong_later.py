@@ -1,9 +1,13 @@
 """Planted defects: right for the dtypes and kinds of gradients that most trainings have."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from correctness.support.planting import defect
 from correctness.training_step.wrong_reported import _FindsOverflows
@@ -93,3 +97,27 @@ class ForwardOfTheModelItself(EagerStep):
             own = self.model.forward
             self.model.forward = lambda tokens: own(tokens)  # type: ignore[method-assign]
         return super().forward(tokens, targets)
+
+
+@defect(cause="state", caught_by="test_buffers_of_blocks_change_once_in_a_forward_without_backward")
+class CountsInTheRecomputation(EagerStep):
+    """facebookresearch/fairscale#1035: batch norms of recomputed blocks do not count a batch twice, nor one whose loss
+    is only read."""
+
+    def __init__(self, model: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(model, *arguments, **options)
+        for block in getattr(model, "blocks", ()):
+            contexts = partial(self._contexts, [each for each in block.modules() if isinstance(each, nn.BatchNorm1d)])
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+    def _contexts(self, norms: list[nn.BatchNorm1d]) -> Any:
+        return self._uncounted(norms), nullcontext()
+
+    @contextmanager
+    def _uncounted(self, norms: list[nn.BatchNorm1d]) -> Iterator[None]:
+        rates = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.momentum = 0.0
+        yield
+        for norm, rate in zip(norms, rates, strict=True):
+            norm.momentum = rate
