@@ -23,7 +23,7 @@ class Optimizer(Protocol):
       its own steps; one whose `.grad` is None does not change, nor does its state; it may be of integers. The grad
       mode, autocast and torch's default dtype change nothing, also where they differ from step to step.
     - Parameters are updated in place, where their data is at that step, and no memory beside them; they may be cast
-      before their first step. `.grad` is not written, and its memory not used after the step.
+      before their first step, or it is an error. `.grad` is not written, and its memory not used after the step.
     - Each param group has its own arguments, which a step reads anew, as schedulers change them, also those that took
       the group before a step. A parameter may be replaced in a group's list, and its state moved to the new one: a step
       trains the new one, or raises an error. Groups may be added later, and have no parameters. Optimizers share
