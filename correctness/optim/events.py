@@ -107,11 +107,11 @@ NUMBERS: dict[str, st.SearchStrategy[Any]] = {
     "eps": st.sampled_from(EPSILONS),
     "weight_decay": st.sampled_from(DECAYS),
 }
-OTHERS: dict[str, st.SearchStrategy[Any]] = {
+OF_CALLERS: dict[str, st.SearchStrategy[Any]] = {
     "name": st.sampled_from(("decayed", "others")),
     "initial_lr": st.sampled_from(LRS),  # as schedulers write it
 }
-arguments = st.fixed_dictionaries({}, optional=NUMBERS | OTHERS)
+arguments = st.fixed_dictionaries({}, optional=NUMBERS | OF_CALLERS)
 shapes = st.one_of(
     st.lists(st.integers(0, 5), max_size=4).map(tuple),
     st.tuples(st.integers(0, 10).map(lambda k: 2**k) | st.sampled_from((31, 33, 127, 129, 1023, 1025))),

@@ -133,7 +133,7 @@ class CopiesHaveTheClassesDefaults(Simple):
         super().__setstate__({**state, "defaults": type(self)([torch.zeros(1)]).defaults})
 
 
-@defect(cause="numerics", caught_by="test_parameters_may_get_their_memory_later")
+@defect(cause="numerics", caught_by="test_a_model_may_be_cast_after_its_optimizer_was_made")
 class MakesItsStateAtOnce(Simple):
     """facebookresearch/madgrad#4: the moments of a model that is cast later keep the dtype it was made in."""
 

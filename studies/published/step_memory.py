@@ -70,7 +70,7 @@ def written_of(published: Published) -> Written | None:
 
 
 def _is_compiled(row: Row) -> bool:
-    """Whether the row is compiled and `COMPILES` says how."""
+    """Whether the row's program is compiled, and by a source that `COMPILES` names."""
     return row["compile"] == "yes" and any(source in row["source"] for source in COMPILES)
 
 

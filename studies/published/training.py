@@ -50,7 +50,7 @@ class Training:
     saves_operators: bool = False
     """Recomputed blocks keep attention's results and those of every second product, as torchtitan's do."""
     compiled: bool = False
-    """Whether its blocks, or the model, are compiled; here each block is."""
+    """Whether it is compiled: here, each block by itself."""
     optimizer: str = "foreach"
     """ "foreach", "fused", or "loop" (a loop over the parameters)."""
     autocast: bool = False
