@@ -35,7 +35,7 @@ class Parts(PlainTransformer):
         x = x + self.attend(self.rotate(q), self.rotate(k), v) @ w["attention.output.weight"].T
         normed = self.rms_norm(x, w["feed_forward_norm.weight"])
         w1, w2, w3 = (w[f"feed_forward.w{n}.weight"] for n in (1, 2, 3))
-        return x + (self.gate(normed @ w1.T) * (normed @ w3.T)) @ w2.T
+        return x + self.gated(normed @ w1.T, normed @ w3.T) @ w2.T
 
     def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.size.heads, -1)).transpose(1, 2)  # (batch, heads, context, head_dim)
@@ -71,6 +71,9 @@ class Parts(PlainTransformer):
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.gate(gate) * up
 
     def gate(self, x: Tensor) -> Tensor:
         return silu(x)
