@@ -57,7 +57,7 @@ class Call:
     dtype: torch.dtype
     scale: float
     size: float
-    """Size of v and of the output's gradient; half precision has 1."""
+    """Size of v and of the output's gradient; float16 has 1."""
     profile: str
     top: float
     """The profile's height in scores: weights of exp(-25) count in float64, those of exp(-200) in no dtype."""
@@ -83,7 +83,7 @@ class Call:
         shapes = (*q_leading, self.q_len, self.head_dim), (*self.leading, self.k_len, self.head_dim)
         q, k, v, grad = random_inputs(*shapes, torch.float32, device)
         q, k = self.scale * q, self.scale * k
-        if self.arithmetic.itemsize > 2:  # half precision rounds small numbers to zero, and large sums overflow
+        if self.arithmetic != torch.float16:  # which rounds small numbers to zero, and whose large sums overflow
             v, grad = self.size * v, self.size * grad
         if self._has_profile():
             at = torch.linspace(0, 1, self.k_len, device=device) if self.k_len > 1 else torch.ones(1, device=device)

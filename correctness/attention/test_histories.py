@@ -80,7 +80,7 @@ class Running(RunningCall):
         else:
             gradients: dict[str, Any] = {}
             with self.mode_of_backward(), self.after_a_change(*self.leaves.values(), self.out):
-                gradients = self._gradients(needed, grad, retain_graph=call.backward == "twice")
+                gradients = self.run(lambda: self._gradients(needed, grad, retain_graph=call.backward == "twice"))
             if not gradients:  # an error, because a tensor has changed
                 self.waits = False
                 return

@@ -1,6 +1,7 @@
 """Planted defects: attention that is wrong as public trackers report, or in what it saves."""
 
 import math
+import threading
 from typing import Any
 
 import torch
@@ -188,3 +189,33 @@ def heads_of_a_group_added_in_half(q: Tensor, k: Tensor, v: Tensor, *, is_causal
     if (group := kv_group(q, k)) > 1:
         k, v = (_Spread.apply(x, group) for x in (k, v))
     return eager_attention(q, k, v, is_causal=is_causal)
+
+
+@defect(cause="numerics", caught_by="test_any_history_of_calls")
+class ValuesOfFloat16(Flash):
+    """As thu-ml/SageAttention has v: bfloat16 is cast to float16, which lacks its large and its small numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return Flash.forward(ctx, q, k, v.half().to(v.dtype) if v.dtype == torch.bfloat16 else v, is_causal)
+
+
+_OF_THREAD = threading.local()
+
+
+@defect(cause="state", caught_by="test_any_history_of_calls")
+class ShapesOfTheThread(Flash):
+    """Keeps what is no tensor by thread: on CUDA autograd runs backward in another one."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        out = Flash.forward(ctx, q, k, v, is_causal)
+        kept = _OF_THREAD.__dict__.setdefault("kept", {})
+        ctx.key = len(kept)
+        kept[ctx.key] = is_causal
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return *flash_backward(*ctx.saved_tensors, grad, _OF_THREAD.kept[ctx.key]), None

@@ -6,6 +6,7 @@ Each family's own `RunningCall` checks a call's results.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,9 +54,11 @@ WITHOUT_GRADIENTS = ("no_grad", "inference_mode", "nothing_requires_grad")
 """Beginnings of the names of modes whose results require no gradients."""
 
 AFTER_A_CHANGE = "after a change"
-BACKWARDS = ("grad", "in its mode", "backward", "twice", AFTER_A_CHANGE, "never")
+IN_A_THREAD = "in a thread"
+BACKWARDS = ("grad", "in its mode", "backward", "twice", AFTER_A_CHANGE, IN_A_THREAD, "never")
 """How backward runs: by `torch.autograd.grad`, outside of the call's mode or in it, or by `backward()`; twice, the
-second time with other gradients; or after an argument or a result has changed in place, where it may raise an error."""
+second time with other gradients; after an argument or a result has changed in place, where it may raise an error; or in
+another thread, as on CUDA."""
 
 
 @st.composite
@@ -109,6 +112,13 @@ class RunningCall:
     def mode_of_backward(self) -> AbstractContextManager[object]:
         device = next(iter(self.memory.values())).device.type
         return MODES[self.call.mode](device) if self.call.backward == "in its mode" else nullcontext()
+
+    def run(self, gradients: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Run backward, in another thread if the call asks for it."""
+        if self.call.backward != IN_A_THREAD:
+            return gradients()
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(gradients).result()
 
     @contextmanager
     def after_a_change(self, *changeable: Tensor) -> Iterator[None]:

@@ -24,7 +24,7 @@ from correctness.engine.calls import (
 from correctness.engine.examples import autocast_takes
 from correctness.layers.accuracy import TIMES, assert_accurate
 from correctness.layers.layouts import LAYOUTS, OF_GRADIENTS, laid_out
-from correctness.layers.operations import Inputs, call, gradients, random_inputs
+from correctness.layers.operations import BROADCAST, Inputs, call, gradients, random_inputs
 from impl.layers import OPERATIONS
 from shardmark.api import Implementation
 
@@ -46,6 +46,9 @@ class Call:
     wide_weight: bool
     """Weight and tables are float32 beside half precision."""
     scale: float
+    """Factor of the first argument, beside `size`."""
+    size: float
+    """Factor of arguments and gradients; float16 has 1."""
     eps: float
     layouts: tuple[str, ...]
     """Layouts of the arguments."""
@@ -63,7 +66,11 @@ class Call:
         torch.manual_seed(self.seed)
         drawn = random_inputs(self.operation, self.rows, self.dim, device, lead=self.lead)
         first = next(iter(drawn.tensors))
-        tensors = drawn.tensors | {first: self.scale * drawn.tensors[first]}
+        held = self.dtype != torch.float16  # what it cannot hold
+        sizes = {name: self.size if held and name not in BROADCAST else 1.0 for name in drawn.tensors}
+        tensors = {name: sizes[name] * x for name, x in drawn.tensors.items()}
+        tensors[first] = self.scale * tensors[first]
+        drawn = replace(drawn, grads={name: (self.size if held else 1.0) * x for name, x in drawn.grads.items()})
         half = self.dtype.itemsize == 2 and self.wide_weight
         cast = replace(drawn, tensors=tensors, eps=self.eps).to(self.dtype, torch.float32 if half else None)
         empty = not all(x.numel() for x in cast.tensors.values())
@@ -81,7 +88,7 @@ class Call:
         weight = " with a weight or tables of float32" if self.wide_weight and self.dtype.itemsize == 2 else ""
         words = [
             f"{self.operation} of {self.rows} rows, dim {self.dim}, before them {self.lead}, {self.dtype}{weight}",
-            f"scale {self.scale}, eps {self.eps}",
+            f"scale {self.scale}, size {self.size:g}, eps {self.eps}",
             *(f"{of} {'/'.join(layouts)}" for of, layouts in self._unusual()),
             f"{self.mode}{', checkpointed' * self.checkpointed}",
         ]
@@ -104,6 +111,7 @@ CALLS = st.builds(
     dtype=st.sampled_from(DTYPES),
     wide_weight=st.booleans(),
     scale=st.sampled_from([1.0, 1.0, 0.01, 100.0]),
+    size=st.just(1.0) | st.sampled_from([1e-8, 1e6]),
     eps=st.sampled_from([1e-5, 1e-6, 1e-2, 0.0]),
     layouts=st.tuples(*[layouts] * 4) | layouts.map(lambda how: (how,) * 4),
     grads=st.tuples(of_gradients, of_gradients),
@@ -160,7 +168,7 @@ class Running(RunningCall):
         else:
             twice, found, drawn = self.call.backward == "twice", dict[str, Tensor](), copy.deepcopy(self.inputs)
             with self.mode_of_backward(), self.after_a_change(*self.leaves.values(), *self.found.values()):
-                found = gradients(self.found, self.leaves, self.inputs, retain_graph=twice)
+                found = self.run(lambda: gradients(self.found, self.leaves, self.inputs, retain_graph=twice))
             self._take(found, drawn)
             if twice:
                 for x in found.values():

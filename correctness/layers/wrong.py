@@ -234,3 +234,12 @@ class _Twice(Norm):
 @defect(cause="gradients", caught_by="test_a_second_derivative")
 class SecondDerivativeOfConstants(Textbook):
     norm = _Twice
+
+
+@defect(cause="numerics", caught_by="test_any_history_of_calls")
+class RotatesInFloat16(Textbook):
+    """bfloat16 in a kernel of float16, which lacks its large and its small numbers."""
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (x.half().to(x.dtype) if x.dtype == torch.bfloat16 else x for x in (q, k))
+        return super().rotary(q, k, cos, sin)

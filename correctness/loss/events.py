@@ -86,6 +86,8 @@ class Call:
         hidden, weight, targets = self.scale * inputs.hidden, inputs.weight, inputs.targets
         if self.values == "large_hidden" and not self.shared:  # float16 cannot hold the sum
             hidden, weight = 2000 + hidden, weight / 2000
+        elif self.values == "large_logits" and self.product != F16:  # that float16 cannot hold
+            hidden = 1e5 * hidden
         elif self.values in ("all_high", "all_low") and self.dim > 1:  # adds a constant to every logit
             by = 30.0 if self.product.itemsize == 2 or self.z_loss else 1000.0
             hidden[:, 0], weight[:, 0] = 10.0, (by if self.values == "all_high" else -by) / 10
@@ -135,7 +137,7 @@ CALLS = st.builds(
     label_smoothing=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
     z_loss=st.sampled_from([0.0, 0.0, 1e-4, 1e-2, 1.0]),
     scale=st.sampled_from([1.0, 0.1, 10.0]),
-    values=st.just("usual") | st.sampled_from(["large_hidden", "all_high", "all_low"]),
+    values=st.just("usual") | st.sampled_from(["large_hidden", "large_logits", "all_high", "all_low"]),
     targets=st.just("random") | st.sampled_from(["all_ignored", "last_alone", "first_word", "last_word"]),
     layouts=st.tuples(layouts, layouts),
     targets_layout=st.sampled_from(["contiguous", "apart", "apart", "one for all"]),

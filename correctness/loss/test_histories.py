@@ -73,7 +73,7 @@ class Running(RunningCall):
         else:
             self.inputs, found = copy.deepcopy(self.inputs), {}  # as drawn, if a leaf changes
             with self.mode_of_backward(), self.after_a_change(*self.leaves.values(), self.loss):
-                found = self._gradients(scaled, needed, retain_graph=call.backward == "twice")
+                found = self.run(lambda: self._gradients(scaled, needed, retain_graph=call.backward == "twice"))
         self._take(found)
         if call.backward == "twice":
             for x in found.values():

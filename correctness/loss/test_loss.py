@@ -53,12 +53,15 @@ def test_takes_every_option(implementation: Implementation, options: str, dtype:
     assert_as_accurate_as_eager(implementation.watched, inputs, **OPTIONS[options])
 
 
-def test_label_smoothing_counts_every_word(implementation: Implementation, device: str) -> None:
+@pytest.mark.parametrize(
+    "option", [{"label_smoothing": 0.5}, {"z_loss": 0.1}, {"ignore_index": 7}], ids=lambda option: next(iter(option))
+)
+def test_options_count_every_word(implementation: Implementation, option: dict[str, Any], device: str) -> None:
     """A vocabulary of more words than a kernel's largest block."""
-    inputs = random_inputs(3, 2, 40_000, device)
-    found = results(implementation.watched, inputs, label_smoothing=0.5)
-    wanted = results(eager_loss, inputs.to(torch.float64), label_smoothing=0.5)
-    assert_near(found, wanted, "of 40,000 words with label_smoothing=0.5", share=1e-2)
+    inputs = random_inputs(3, 2, 40_000, device, ignored=option.get("ignore_index", -100))
+    found = results(implementation.watched, inputs, **option)
+    wanted = results(eager_loss, inputs.to(torch.float64), **option)
+    assert_near(found, wanted, f"of 40,000 words with {option}", share=1e-2)
 
 
 def test_takes_offsets_beyond_32_bits(implementation: Implementation, device: str) -> None:
@@ -99,6 +102,8 @@ def test_is_as_accurate_as_eager(implementation: Implementation, size: str, dtyp
 @pytest.mark.parametrize("tokens", [pytest.param(65_540, marks=pytest.mark.large)])
 def test_takes_more_tokens_than_16_bits_count(implementation: Implementation, tokens: int, device: str) -> None:
     inputs = random_inputs(tokens, 2, 5, device)
+    inputs.targets[: tokens // 2].masked_fill_(torch.arange(tokens // 2, device=device) % 50 > 0, -100)
+    inputs.hidden[tokens // 2 :] *= 3  # chunks of few targets count less, and have another mean
     wanted = results(eager_loss, inputs.to(torch.float64))
     assert_near(results(implementation.watched, inputs), wanted, f"of {tokens:,} tokens")
 

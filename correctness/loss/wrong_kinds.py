@@ -118,3 +118,41 @@ def gradient_in_place_of_activations(*terms: Any) -> Tensor:
     """linkedin/Liger-Kernel#1251: a gradient is written into its input, where that is no leaf, and the operation that
     made it may have saved it."""
     return _OverActivations.apply(*terms)
+
+
+def _eager(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float) -> Tensor:
+    options = {"ignore_index": ignore, "label_smoothing": smoothing, "z_loss": z}
+    return eager_loss(hidden, weight, targets, **options)
+
+
+@defect(cause="options", caught_by="test_options_count_every_word")
+@of_terms
+def no_z_loss_of_a_large_vocabulary(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+) -> Tensor:
+    return _eager(hidden, weight, targets, ignore, smoothing, z if len(weight) <= 32_768 else 0.0)
+
+
+@defect(cause="shapes", caught_by="test_takes_more_tokens_than_16_bits_count")
+@of_terms
+def chunks_weighted_by_their_tokens(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+) -> Tensor:
+    """Means of chunks count by tokens, as if as many targets were ignored in each."""
+    chunks = list(zip(hidden.split(4096), targets.split(4096), strict=True))
+    if len(chunks) == 1:
+        return _eager(hidden, weight, targets, ignore, smoothing, z)
+    means = [_eager(x, weight, of_x, ignore, smoothing, z) * (len(x) / len(hidden)) for x, of_x in chunks]
+    return torch.stack(means).sum()
+
+
+@defect(cause="numerics", caught_by="test_large_logits_do_not_overflow")
+@of_terms
+def logits_of_float16(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+) -> Tensor:
+    """bfloat16 in a kernel of float16."""
+    if hidden.dtype == weight.dtype == torch.bfloat16:
+        logits = (hidden @ weight.T).half()
+        return _eager(logits, torch.eye(len(weight)).to(logits), targets, ignore, smoothing, z)
+    return _eager(hidden, weight, targets, ignore, smoothing, z)

@@ -12,7 +12,7 @@ from impl.loss import eager_loss
 from impl.loss.eager import summed_loss
 
 
-@defect(cause="shapes", caught_by="test_label_smoothing_counts_every_word")
+@defect(cause="shapes", caught_by="test_options_count_every_word")
 @of_terms
 def smooths_over_32768_words(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float

@@ -33,7 +33,7 @@ class Layers(Protocol):
       would overflow.
     - Calls are independent: no argument and no gradient that backward is given changes, nothing that a call returned
       changes later, and other calls, in `torch.inference_mode()` too, may come before one and between its forward and
-      its backward. Neither autocast nor torch's default dtype changes anything.
+      its backward, which may run in another thread. Neither autocast nor torch's default dtype changes anything.
     - A second derivative, of one argument alone too, a second backward pass, or one after an argument or a result has
       changed in place, is right or raises an error. Calls leave nothing behind.
     - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole operations, dtypes, devices.
