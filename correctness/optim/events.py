@@ -21,7 +21,7 @@ LOADS = {
     "cleared": "the optimizer's state cleared, as restarts do",
 }
 ERRORS = ("closure", "group", "state")
-"""Of the caller's, before a step: a closure that raises, a group and a state that the optimizer refuses."""
+"""Errors of the caller's before a step: a closure that raises, a group and a state that the optimizer refuses."""
 Sizes = tuple[float | None, ...]
 LAYOUTS = ("contiguous", "transposed", "apart", "channels_last")
 STEPS_IN = (

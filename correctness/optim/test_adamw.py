@@ -164,7 +164,7 @@ def test_dtypes_may_be_mixed(implementation: Implementation, device: str) -> Non
 
 
 def test_the_random_state_is_the_callers(implementation: Implementation, device: str) -> None:
-    """Of parameters that are rounded at random too, if they are."""
+    """Parameters may be rounded at random, by a generator of the optimizer's own."""
     start = [x for dtype in (torch.float32, torch.bfloat16) for x in tensors(device, dtype, ((40,), (3,)))]
     grads = gradients(start, 2)
     with global_state_stays("a step"):

@@ -30,7 +30,7 @@ class Optimizer(Protocol):
       trains the new one, or raises an error. Groups may be added later, and have no parameters. Optimizers share
       nothing. A group keeps keys that the optimizer does not know, as a scheduler's `initial_lr`, also through a state.
       PyTorch's schedulers, an optimizer's hooks before and after steps, `zero_grad` and `GradScaler` work; betas may be
-      a list. What is refused, as a group or a state, and a closure that raises leave the optimizer as it was.
+      a list. A group or a state that is refused, and a closure that raises, leave the optimizer as it was.
     - inf and NaN in a gradient reach their own elements, as in torch's.
     - After a parameter's first steps nothing more is kept, nor a closure's loss.
     - After `load_state_dict` training goes on as if it had not stopped, with the saved arguments and exactly the saved
