@@ -24,7 +24,7 @@ CHANGES = (
 BETWEEN = (None, None, None, "another model", "another model, made anew")
 PLACES = (
     "itself", "itself", "in a tuple", "in a dict", "in a list", "in an object", "in a tuple in a dict",
-    "in an object in a list", "after None", "the input", "as complex numbers",
+    "in an object in a list", "in an object of slots", "after None", "the input", "as complex numbers",
 )  # fmt: skip
 OUTPUTS = ("a tensor", "a tensor", "a tensor", "a view written in place", "a tuple", "a dict", "an object")
 ODD_BLOCKS = ("ignores its input", "returns its input")

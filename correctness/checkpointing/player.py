@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,6 +221,11 @@ def _forward(model: Model, history: History, each: Pass, leaves: dict[str, Tenso
             raise
 
 
+@dataclass(slots=True)
+class _Slots:
+    scale: Tensor
+
+
 class _After(tuple[None, Tensor]):
     """Two arguments, None and a tensor."""
 
@@ -236,6 +242,7 @@ def _placed(x: Tensor, place: str) -> Any:
         "in a list": [x, None],
         "in a dict": named,
         "in an object": SimpleNamespace(**named),
+        "in an object of slots": _Slots(x),
         "in a tuple in a dict": {"pair": (x, None), "name": "a"},
         "in an object in a list": [SimpleNamespace(**named), None],
         "after None": _After((None, x)),

@@ -68,9 +68,13 @@ class Recomputed(torch.autograd.Function):
         return None, None, *(next(found) if need else None for need in needs)
 
 
+def _may_hold(x: Any) -> bool:
+    return hasattr(x, "__dict__" if not hasattr(x, "__slots__") else "__slots__") and not isinstance(x, Tensor)
+
+
 def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     flat, spec = tree_flatten((args, kwargs))
-    if any(hasattr(x, "__dict__") and not isinstance(x, Tensor) for x in flat):
+    if any(_may_hold(x) for x in flat):
         return type(block).forward(block, *args, **kwargs)  # an object may hold tensors, which no Function sees
     trained = {name: p for name, p in block.named_parameters() if p.requires_grad}
     given_form = [TENSOR if isinstance(x, Tensor) else x for x in flat]  # the node keeps it, also after backward

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from correctness.checkpointing.models import SIZE, Policy, loss_of, raising
 from correctness.support.contracts import assert_freed_at_once, growth, held_outside_of_tensors
@@ -125,12 +125,43 @@ class OfTuples(Transformer):
         return self.output(self.norm(x[0]))
 
 
-@pytest.mark.parametrize("how", ["under_autocast", "by_name_in_tuples"])
+class Scaled(Block):
+    """A block that takes a scale by its place."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * scale
+
+
+class ByPlace(Transformer):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, torch.ones((), device=tokens.device))
+        return self.output(self.norm(x))
+
+
+def _made(how: str, device: str) -> Transformer:
+    kind = {"by_name_in_tuples": OfTuples, "by_place": ByPlace}.get(how, Transformer)
+    model = kind(replace(SIZE, layers=LAYERS, vocab=8), context_length=CONTEXT, attention=eager_attention).to(device)
+    for block in model.blocks:
+        if how == "by_place":
+            block.__class__ = Scaled
+        elif how == "with_dropout":
+            block.attention_norm = nn.Sequential(block.attention_norm, nn.Dropout(0.1))
+        elif how == "with_hooks":
+            block.register_forward_hook(lambda *_: None)
+    return model.to(torch.bfloat16) if how == "in_bfloat16" else model
+
+
+HOW = ("under_autocast", "by_name_in_tuples", "by_place", "in_bfloat16", "with_dropout", "with_hooks")
+
+
+@pytest.mark.parametrize("how", [*HOW[:2], *(pytest.param(how, marks=pytest.mark.judged) for how in HOW[2:])])
 def test_it_saves_however_blocks_are_called(implementation: Implementation, how: str, device: str) -> None:
     try:
         found = _in_mode(implementation.watched, "train", "nothing", device, how=how)
     except Exception as error:
-        if how != "by_name_in_tuples":
+        if not how.startswith("by_"):
             raise
         pytest.skip(f"its blocks take and return a tensor alone: {error}")
     if how == "by_name_in_tuples":  # autocast keeps what it casts until it ends
@@ -210,10 +241,8 @@ def _in_mode(
 ) -> dict[str, int]:
     """Bytes that are kept, at the peak and left behind; `evaluated`: the model's first call is an evaluation; `raised`:
     its "forward" or "backward" ends in an error in the second block; `changed`: the model is a copy, or a state_dict
-    was assigned to it; `how` its blocks are called: "under_autocast" or "by_name_in_tuples"."""
-    size = replace(SIZE, layers=LAYERS, vocab=8)
-    kind = OfTuples if how == "by_name_in_tuples" else Transformer
-    model = kind(size, context_length=CONTEXT, attention=eager_attention).to(device)
+    was assigned to it; `how` its blocks are called, or what they have: one of `HOW`."""
+    model = _made(how, device)
     _freeze(model, frozen)  # before the policy: a loop over the blocks may give segments afterwards
     policy(model)
     if changed == "copied":
@@ -223,7 +252,7 @@ def _in_mode(
     model.train(mode == "train")
     tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
     with meter(device) as memory, torch.autocast(device, dtype=torch.bfloat16, enabled=how == "under_autocast"):
-        loss_of(kind(size, context_length=CONTEXT, attention=eager_attention).to(device), tokens).backward()
+        loss_of(_made(how, device), tokens).backward()
         memory.mark("start")  # the libraries' workspaces are there from now on
         if evaluated:
             with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.utils._pytree import tree_map
 
 from correctness.checkpointing.models import distinct_blocks
 from correctness.checkpointing.wrong import Forward, recomputed, wrapped
@@ -99,3 +101,53 @@ def leaves_out_blocks_without_rows(model: nn.Module) -> nn.Module:
         return x if empty else recomputed(forward)(x, *args, **kwargs)
 
     return wrapped(model, lambda forward, block: partial(short, forward))
+
+
+class _Unless:
+    """Checkpoints a block unless `excepted` says otherwise."""
+
+    def __init__(self, forward: Forward, excepted: Callable[[Any], bool]) -> None:
+        self.forward, self.excepted = forward, excepted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward: Any = self.forward
+        return (forward if self.excepted(forward.__self__) else recomputed(forward))(*args, **kwargs)
+
+
+@defect(cause="memory", caught_by="test_it_saves_however_blocks_are_called")
+def all_of_blocks_that_drop_out(model: nn.Module) -> nn.Module:
+    """Saves everything of blocks whose dropout trains, for which it keeps no state of generators."""
+
+    def drops(block: nn.Module) -> bool:
+        return any(isinstance(part, nn.Dropout) and part.training for part in block.modules())
+
+    return wrapped(model, lambda forward, block: _Unless(forward, drops))
+
+
+@defect(cause="memory", caught_by="test_it_saves_however_blocks_are_called")
+def all_of_blocks_with_hooks(model: nn.Module) -> nn.Module:
+    """Saves everything of blocks with hooks, so that these run once."""
+    return wrapped(model, lambda forward, block: _Unless(forward, lambda block: bool(block._forward_hooks)))
+
+
+@defect(cause="memory", caught_by="test_it_saves_however_blocks_are_called")
+def all_in_bfloat16(model: nn.Module) -> nn.Module:
+    """Saves everything of blocks in half precision."""
+
+    def narrow(block: nn.Module) -> bool:
+        return next(block.parameters()).dtype == torch.bfloat16
+
+    return wrapped(model, lambda forward, block: _Unless(forward, narrow))
+
+
+@defect(cause="gradients", caught_by="test_any_history_is_to_the_bit")
+def misses_objects_of_slots(model: nn.Module) -> nn.Module:
+    """A tensor in an object of a class with `__slots__` gets no gradient."""
+    return wrapped(model, lambda forward, block: partial(_without_slots, forward))
+
+
+def _without_slots(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def cut(x: Any) -> Any:
+        return type(x)(x.scale.detach()) if hasattr(x, "__slots__") and hasattr(x, "scale") else x
+
+    return recomputed(forward)(*tree_map(cut, args), **tree_map(cut, kwargs))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from correctness.engine.histories import one_in
+
 LRS, DECAYS, EPSILONS = (0.0, 1e-3, 0.3), (0.0, 0.1, 1.0), (1e-8, 1e-3, 1.0)
 BETAS = tuple((beta1, beta2) for beta1 in (0.0, 0.5, 0.9) for beta2 in (0.5, 0.95, 0.999))
 LOADS = {
@@ -16,7 +18,10 @@ LOADS = {
     "back": "an earlier state loaded into the optimizer that saved it",
     "copied": "a deep copy of optimizer and parameters in their place",
     "pickled": "optimizer and parameters pickled, and what is unpickled in their place",
+    "cleared": "the optimizer's state cleared, as restarts do",
 }
+ERRORS = ("closure", "group", "state")
+"""Errors of the caller's before a step: a closure that raises, a group and a state that the optimizer refuses."""
 Sizes = tuple[float | None, ...]
 LAYOUTS = ("contiguous", "transposed", "apart", "channels_last")
 STEPS_IN = (
@@ -55,6 +60,8 @@ class Event:
     """Step count to set in the loaded state, as after a long training."""
     mode: str = "gradients"
     """The step and what comes before it happen in it, one of `STEPS_IN`."""
+    error: str | None = None
+    """One of `ERRORS`, after which the caller goes on."""
 
     def __str__(self) -> str:
         said = [LOADS[self.loads]] if self.loads else []
@@ -63,6 +70,7 @@ class Event:
         said += [f"group {self.group} takes {self.changes}"] if self.changes else []
         said += ["step(closure)"] if self.by_closure else []
         said += ["gradients in the same tensors"] if self.same_tensors else []
+        said += [f"an error of the caller's, by a {self.error}"] if self.error else []
         said += [f"{self.layout} gradients"] if self.layout != "contiguous" else []
         said += [f"parameter {self.freezes} frozen or thawed after backward"] if self.freezes is not None else []
         said += [f"in {self.mode}"] if self.mode != "gradients" else []
@@ -86,6 +94,10 @@ class History:
     """Arguments of the optimizer, which groups take that have none of their own, those added to a copy too."""
     mode: str = "gradients"
     """The optimizer is made in it, one of `STEPS_IN`."""
+    scheduled: bool = False
+    """It has a scheduler, which wraps its `step`."""
+    another: bool = False
+    """Another optimizer of the same target plays each event too, with other values, and clips by another norm."""
 
     def __str__(self) -> str:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
@@ -93,6 +105,7 @@ class History:
         for shapes, arguments in self.groups[1:]:
             said.append(f"before event {self.added_before + 1} a group of shapes {shapes} with {arguments}")
         said += [f"{name}={value}" for name, value in (self.options | self.defaults).items()]
+        said += ["with a scheduler"] * self.scheduled + ["another optimizer in turn with it"] * self.another
         return "; ".join([*said, *[f"made in {self.mode}"] * (self.mode != "gradients")])
 
     @property
@@ -103,7 +116,7 @@ class History:
 
 NUMBERS: dict[str, st.SearchStrategy[Any]] = {
     "lr": st.sampled_from(LRS),
-    "betas": st.sampled_from(BETAS),
+    "betas": st.sampled_from(BETAS) | st.sampled_from(BETAS).map(list),  # as a file of JSON has them
     "eps": st.sampled_from(EPSILONS),
     "weight_decay": st.sampled_from(DECAYS),
 }
@@ -145,6 +158,7 @@ def histories(
         layout=st.sampled_from(layouts),
         steps=st.none() | st.sampled_from((300, 1001, 100_001)),
         mode=st.sampled_from(STEPS_IN),
+        error=st.none() | st.sampled_from(ERRORS),
     )
     found = st.builds(
         History,
@@ -154,6 +168,8 @@ def histories(
         layout=st.sampled_from(layouts),
         mode=st.sampled_from(STEPS_IN),
         defaults=st.fixed_dictionaries({}, optional=NUMBERS),
+        scheduled=st.booleans(),
+        another=one_in(3),
         **parts,
     )
     return found.map(_without_refused_autocast)

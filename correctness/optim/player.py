@@ -2,16 +2,18 @@
 
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from correctness.engine.calls import MODES
 from correctness.optim.events import Event, History, Sizes
-from correctness.optim.training import assert_near
-from impl.optim import AdamW
+from correctness.optim.training import ClipThenAdamW, assert_near
 from impl.optim.base import HALF, MASTER
 
 COPIES: dict[str, Callable[[Any], Any]] = {"copied": deepcopy, "pickled": lambda x: pickle.loads(pickle.dumps(x))}
@@ -23,10 +25,10 @@ class Training:
     `wide` rounds all values to the history's dtypes and then holds them in float64.
     """
 
-    def __init__(self, target: Any, history: History, device: str, wide: bool) -> None:
+    def __init__(self, target: Any, history: History, device: str, wide: bool, seed: int = 0) -> None:
         self.target, self.options, self.device, self.wide = target, history.options, device, wide
         self.made = history.options | history.defaults
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(seed)
         count = iter(range(99))
         self.groups: list[dict[str, Any]] = []
         self.dtypes: dict[Tensor, torch.dtype] = {}
@@ -38,6 +40,8 @@ class Training:
                 self.dtypes[params[-1]] = dtype
             self.groups.append({"params": params, **own})
         self.optimizer = target([dict(self.groups[0])], **self.made)
+        if history.scheduled:
+            LambdaLR(self.optimizer, lambda count: 1.0)
         self.kept: tuple[Any, list[Tensor]] | None = None
         self.held = [*self.optimizer.param_groups]
         """Groups, as callers hold them who change their options."""
@@ -83,6 +87,10 @@ class Training:
         if steps is not None and how != "back":
             for state in (state for state in now[0]["state"].values() if float(state.get("step", 0))):
                 state["step"] = torch.full_like(state["step"], steps) if isinstance(state["step"], Tensor) else steps
+        if how == "cleared":
+            if not self.options.get("master_weights"):  # one made anew is the rounded parameter
+                self.optimizer.state.clear()
+            return
         if how == "back":
             groups = len(now[0]["param_groups"])
             back = self.kept if self.kept is not None and len(self.kept[0]["param_groups"]) == groups else now
@@ -111,7 +119,36 @@ class Training:
         else:
             p.data = value
 
+    def fail(self, error: str) -> None:
+        """Make an error of the caller's, which must leave the optimizer as it is."""
+        groups = len(self.optimizer.param_groups)
+        own = [*self.params[:1], torch.ones(3, dtype=torch.float64, device=self.device, requires_grad=True)]
+        match error:
+            case "closure":
+                with suppress(ZeroDivisionError):
+                    self.optimizer.step(lambda: 1 / 0)
+            case "group":
+                for bad in ({"params": own}, {"params": own[-1:], "lr": -1.0}):
+                    with suppress(Exception):
+                        self.optimizer.add_param_group(bad)
+                        self.optimizer.state.pop(self.optimizer.param_groups.pop()["params"][-1], None)
+                now = len(self.optimizer.param_groups)
+                assert now == groups, f"of {groups} groups {now} are there after one that is refused"
+            case "state":
+                state = deepcopy(self.optimizer.state_dict())
+                bad = deepcopy(state)
+                bad["param_groups"][0]["params"].append(99)
+                for each in bad["state"].values():
+                    each |= {name: x * 2 for name, x in each.items() if isinstance(x, Tensor)}
+                try:
+                    self.optimizer.load_state_dict(bad)
+                except Exception:
+                    return
+                self.optimizer.load_state_dict(state)
+                self.held = [*self.optimizer.param_groups]
+
     def step(self, sizes: Sizes, event: Event | None = None) -> None:
+        self.clear(set_to_none=not (event and event.same_tensors))
         layout = event.layout if event else "contiguous"
         grads = []
         for k, p in enumerate(self.params):
@@ -147,7 +184,15 @@ class Training:
                 assert_equal(p.grad, grad, f"the step has written into the gradient of parameter {k}")
                 p.grad.fill_(torch.nan)  # the caller may overwrite it, so the state must not share its memory
 
+    def clear(self, set_to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        for k, p in enumerate(self.params):
+            left = p.grad is not None and (set_to_none or bool(p.grad.any()))
+            assert not left, f"zero_grad leaves the gradient of parameter {k}"
+
     def play(self, event: Event) -> None:
+        if event.error:
+            self.fail(event.error)
         if event.loads:
             self.load(event.loads, event.others, event.steps)
         if event.weights:
@@ -180,33 +225,6 @@ def assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
     assert torch.equal(found.detach().nan_to_num(), expected.nan_to_num()), what
 
 
-class ClipThenAdamW(AdamW):
-    """Reference of `max_grad_norm`: `clip_grad_norm_` on copies of the gradients, then a step if the norm is finite."""
-
-    def __init__(self, params: Any, *, max_grad_norm: float | None = None, **options: Any) -> None:
-        options.pop("master_weights", None)  # float64 parameters are their own
-        super().__init__(params, **options)
-        self.most, self.norm = max_grad_norm, None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "most": self.most, "norm": None}
-
-    def step(self, closure: Any = None) -> Any:
-        result = None if closure is None else closure()
-        having = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        own = [p.grad for p in having]
-        self.norm = None
-        if self.most is not None and having:
-            for p in having:
-                p.grad = p.grad.clone()
-            self.norm = torch.nn.utils.clip_grad_norm_(having, self.most)
-        if self.norm is None or self.norm.isfinite():
-            super().step()
-        for p, grad in zip(having, own, strict=True):
-            p.grad = grad
-        return result
-
-
 class Beside:
     """The AdamW under test and the reference: parameters, state and norm must be equal after each event.
 
@@ -217,6 +235,8 @@ class Beside:
         self.device = device
         with MODES[history.mode](device):
             self.found = Training(target, history, device, wide=False)
+            others = replace(history, options={"max_grad_norm": 7.0} if "max_grad_norm" in history.options else {})
+            self.another = Training(target, others, device, wide=False, seed=1) if history.another else None
         self.exact = Training(ClipThenAdamW, history, device, wide=True)
         self.rtol = rtol or (1e-9 if set(history.dtypes) == {torch.float64} else 1e-5)
         self.until_added = history.added_before
@@ -225,6 +245,8 @@ class Beside:
         self._play(self.exact, event)
         with MODES[event.mode](self.device):
             self._play(self.found, event)
+            if self.another is not None:
+                self._play(self.another, event)
         self.until_added -= 1
 
     def _play(self, training: Training, event: Event) -> None:

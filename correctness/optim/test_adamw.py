@@ -24,6 +24,7 @@ from correctness.optim.training import (
 )
 from correctness.support.contracts import Note, is_ours
 from correctness.support.default_dtype import default_dtype
+from correctness.support.global_state import global_state_stays
 from impl.optim import AdamW
 from shardmark.api import Implementation
 
@@ -160,3 +161,11 @@ def test_dtypes_may_be_mixed(implementation: Implementation, device: str) -> Non
     ]
     grads = gradients(start, 2)
     assert_as_accurate_as_plain(implementation.watched, start, grads, **ARGUMENTS["language_model"])
+
+
+def test_the_random_state_is_the_callers(implementation: Implementation, device: str) -> None:
+    """Parameters may be rounded at random, by a generator of the optimizer's own."""
+    start = [x for dtype in (torch.float32, torch.bfloat16) for x in tensors(device, dtype, ((40,), (3,)))]
+    grads = gradients(start, 2)
+    with global_state_stays("a step"):
+        train(implementation.watched, start, grads)

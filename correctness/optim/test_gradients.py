@@ -221,18 +221,22 @@ def _beside(p: Tensor) -> Tensor:
 
 
 def test_gradients_are_freed_after_the_step(implementation: Implementation, device: str) -> None:
-    """`zero_grad(set_to_none=True)` frees their memory: nothing else refers to them."""
+    """`zero_grad(set_to_none=True)` frees their memory: nothing else refers to them, nor to a closure's loss."""
     params = leaves(tensors(device, shapes=((3, 5), (40,))))
     optimizer, kept = implementation.watched(params), []
+
+    def closure() -> Tensor:
+        loss = torch.stack([p.sum() for p in params]).sum()
+        loss.backward()
+        kept.extend(map(weakref.ref, [loss, *[p.grad for p in params]]))
+        return loss
+
     for _ in range(3):
-        for p in params:
-            p.grad = torch.ones_like(p)
-            kept.append(weakref.ref(p.grad))
-        optimizer.step()
+        optimizer.step(closure)
         optimizer.zero_grad(set_to_none=True)
     gc.collect()
     alive = sum(each() is not None for each in kept)
-    assert not alive, f"{alive} of {len(kept)} gradients stay in memory after the step and zero_grad()"
+    assert not alive, f"{alive} of {len(kept)} gradients and losses stay in memory after the step and zero_grad()"
 
 
 def test_a_gradient_may_be_expanded(
@@ -298,8 +302,8 @@ def test_gradient_scaler_unscales_and_skips(implementation: Implementation, by: 
         start = tensors(device, torch.bfloat16 if "master_weights" in options else torch.float32)
         grads = gradients(start, 3)
         scaled, plain = (
-            implementation.watched(leaves(values), eps=1.0, **options)
-            for values in ([torch.zeros_like(x) for x in start], start)
+            implementation.watched([{"params": x[:2]}, {"params": x[2:], "eps": 0.5}], eps=1.0, **options)
+            for x in (leaves([torch.zeros_like(x) for x in start]), leaves(start))
         )
         scaler = torch.amp.GradScaler(device, init_scale=2048.0)
         params = [p for group in scaled.param_groups for p in group["params"]]

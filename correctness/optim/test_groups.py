@@ -107,9 +107,10 @@ def test_a_parameter_may_be_replaced_in_its_group(
     """Before its first step and later, with its state; in the group's list, and by a new list."""
     start = tensors(device, shapes=((3, 5), (4,)))
     grads = gradients(start, 4)
+    clips: list[dict[str, Any]] = [{"eps": 1.0, "max_grad_norm": 0.1}] * implementation.accepts("max_grad_norm")
 
-    def trained(target: Callable[..., Any]) -> list[torch.Tensor]:
-        optimizer = target(leaves(start), lr=0.1)
+    def trained(target: Callable[..., Any], options: dict[str, Any]) -> list[torch.Tensor]:
+        optimizer = target(leaves(start), lr=0.1, **options)
         for i, step in enumerate(grads):
             (group,) = optimizer.param_groups
             old = group["params"][i % 2]
@@ -123,12 +124,14 @@ def test_a_parameter_may_be_replaced_in_its_group(
             params = run(optimizer, [step])
         return params
 
-    try:
-        found = trained(implementation.watched)
-    except Exception as error:
-        record_property("note", f"no parameter may be replaced in its group: {type(error).__name__}")
-        return
-    assert_all_near(found, train(AdamW, start, grads, lr=0.1), when="of those that others have replaced, ")
+    for options in ({}, *clips):
+        try:
+            found = trained(implementation.watched, options)
+        except Exception as error:
+            record_property("note", f"no parameter may be replaced in its group: {type(error).__name__}")
+            return
+        expected = train(AdamW, start, grads, lr=0.1, **options)
+        assert_all_near(found, expected, when=f"with {options}, of those that others have replaced, ")
 
 
 def test_two_optimizers_at_once(implementation: Implementation, device: str) -> None:

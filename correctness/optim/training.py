@@ -80,6 +80,33 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return torch.load(file)
 
 
+class ClipThenAdamW(AdamW):
+    """Reference of `max_grad_norm`: `clip_grad_norm_` on copies of the gradients, then a step if the norm is finite."""
+
+    def __init__(self, params: Any, *, max_grad_norm: float | None = None, **options: Any) -> None:
+        options.pop("master_weights", None)  # float64 parameters are their own
+        super().__init__(params, **options)
+        self.most, self.norm = max_grad_norm, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "most": self.most, "norm": None}
+
+    def step(self, closure: Any = None) -> Any:
+        result = None if closure is None else closure()
+        having = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        own = [p.grad for p in having]
+        self.norm = None
+        if self.most is not None and having:
+            for p in having:
+                p.grad = p.grad.clone()
+            self.norm = torch.nn.utils.clip_grad_norm_(having, self.most)
+        if self.norm is None or self.norm.isfinite():
+            super().step()
+        for p, grad in zip(having, own, strict=True):
+            p.grad = grad
+        return result
+
+
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """Assert bitwise equality, NaN included."""
     for a, b in zip(found, expected, strict=True):

@@ -191,3 +191,73 @@ class NormByProducts(Clipping):
     def norm(self, grads: list[Tensor]) -> Tensor:
         wide = (g.to(torch.promote_types(g.dtype, torch.float32)).reshape(1, -1) for g in grads)
         return sum(((g @ g.T).double().squeeze() for g in wide), torch.zeros(())).sqrt()
+
+
+@defect(cause="options", caught_by="test_any_history_is_that_of_adamw")
+class ZeroesGroupsOfTheStart(Simple):
+    """`zero_grad` walks a list that was made with the optimizer, without the groups that were added later."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        count = self.__dict__.setdefault("groups_of_the_start", len(self.param_groups))
+        for p in [p for group in self.param_groups[:count] for p in group["params"] if p.grad is not None]:
+            p.grad = None if set_to_none else p.grad.zero_()
+
+
+@defect(cause="state", caught_by="test_any_history_is_that_of_adamw")
+class CopiesStepTheFirst(Simple):
+    """A copy takes all attributes, also the `step` that a scheduler has wrapped: that of the optimizer it is of."""
+
+    def __getstate__(self) -> State:
+        return {**self.__dict__}
+
+
+@defect(cause="errors", caught_by="test_any_history_is_that_of_adamw")
+class LoadsBeforeItChecks(Simple):
+    """A state of other groups is refused once its tensors are loaded: training goes on with these."""
+
+    def load_state_dict(self, state_dict: State) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for p, i in zip(params, ids, strict=False):
+            self.state[p] = deepcopy(state_dict["state"].get(i, {}))
+        super().load_state_dict(state_dict)
+
+
+@defect(cause="errors", caught_by="test_any_history_is_that_of_adamw")
+class AddsBeforeItChecks(Simple):
+    """A group with a negative lr is an error, and is there."""
+
+    def add_param_group(self, param_group: State) -> None:
+        super().add_param_group(param_group)
+        if self.param_groups[-1]["lr"] < 0:
+            raise ValueError("a negative lr")
+
+
+@defect(cause="errors", caught_by="test_any_history_is_that_of_adamw")
+class StaysBusy(Simple):
+    """A flag refuses a step within a step; a closure that raises leaves it set."""
+
+    busy = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self.busy:
+            raise RuntimeError("a step within a step")
+        self.busy = True
+        loss = super().step(closure)
+        self.busy = False
+        return loss
+
+
+@defect(cause="state", caught_by="test_any_history_is_that_of_adamw")
+class RemembersItsState(Simple):
+    """Finds state in a table of its own until another is loaded: `state.clear()` does not reach it."""
+
+    def state_of(self, p: Tensor) -> State:
+        table: dict[Tensor, State] = self.__dict__.setdefault("table", {})
+        if p not in table:
+            table[p] = super().state_of(p)
+        return table[p]
+
+    def load_state_dict(self, state_dict: State) -> None:
+        super().load_state_dict(state_dict)
+        self.table: dict[Tensor, State] = {}

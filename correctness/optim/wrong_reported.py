@@ -1,11 +1,13 @@
 """Planted defects: AdamW that is wrong as public trackers report."""
 
+from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from correctness.optim.simple_adamw import Simple, State
+from correctness.optim.simple_adamw import Clipping, Simple, State
 from correctness.support.planting import defect
 
 
@@ -144,3 +146,56 @@ class MakesItsStateAtOnce(Simple):
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         super().move(p, grad.to(state["exp_avg"].dtype), state, group, t)
+
+
+@defect(cause="two calls", caught_by="test_any_clipped_history")
+class OneNormForAll(Clipping):
+    """The norm is in memory of the class: that of another optimizer's step replaces it."""
+
+    memory = torch.empty((), dtype=torch.float64)
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        return self.memory.copy_(super().norm(grads))
+
+
+@defect(cause="options", caught_by="test_a_parameter_may_be_replaced_in_its_group")
+class NormOfParametersOfTheStart(Clipping):
+    """The norm is that of a list of parameters that was made with their groups; the update walks the groups."""
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        params = self.__dict__.setdefault("all_params", [p for group in self.param_groups for p in group["params"]])
+        return super().norm([p.grad for p in params if p.grad is not None] or grads)
+
+
+@defect(cause="options", caught_by="test_gradient_scaler_unscales_and_skips")
+class UnscalesTheFirstGroup(Simple):
+    """Takes the scale of a `GradScaler` with its first group, and leaves none for the others."""
+
+    _step_supports_amp_scaling = True
+
+    def update_all(self) -> None:
+        if not bool(getattr(self, "found_inf", None)):
+            super().update_all()
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        scale = getattr(self, "grad_scale", None)
+        super().update(p, grad if scale is None or group is not self.param_groups[0] else grad / scale, group)
+
+
+@defect(cause="memory", caught_by="test_gradients_are_freed_after_the_step")
+class KeepsTheLoss(Simple):
+    """Keeps what the last closure returned, and with it the graph."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.last = super().step(closure)
+        return self.last
+
+
+@defect(cause="random numbers", caught_by="test_the_random_state_is_the_callers")
+class SeedsEachStep(Simple):
+    """Nerogar/OneTrainer#804: as for stochastic rounding that is alike on all ranks, but by the process's generator."""
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        if p.dtype == torch.bfloat16:
+            torch.manual_seed(int(self.state_of(p)["step"]))
+        super().update(p, grad, group)

@@ -37,7 +37,8 @@ class Policy(Protocol):
     - Parameters stay the same objects; their names in `state_dict` and the classes of modules do not change; hooks of
       blocks run, and those of parameters once in a backward.
     - Forward keeps fewer bytes for backward than without, and the peak of forward and backward is lower, under autocast
-      too, and where blocks take and return tensors, or tuples of them, by position or by name, of a deep copy too, and
+      and in bfloat16 too, and where blocks take and return tensors, or tuples of them, by position or by name, or have
+      dropout or hooks, of a deep copy too, and
       after parameters were replaced, or a forward or a backward raised; and no more where some are frozen. Nothing is
       kept after backward, after a forward without gradients, or once an output without a backward is freed, before the
       garbage collector runs too. A policy that should save nothing, as a peer, is named `none` or `identity`, or has an

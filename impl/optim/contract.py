@@ -21,20 +21,23 @@ class Optimizer(Protocol):
       parameter that has a gradient, a zero gradient too, whatever their number, sizes, strides and dtypes, and whether
       gradients have a graph, as accurate as its dtype allows: in float64 throughout for float64. Each parameter counts
       its own steps; one whose `.grad` is None does not change, nor does its state; it may be of integers. The grad
-      mode, autocast and torch's default dtype change nothing, also where they differ from step to step.
+      mode, autocast and torch's default dtype change nothing, also where they differ from step to step. It draws no
+      random numbers of the process's.
     - Parameters are updated in place, where their data is at that step, and no memory beside them; they may be cast
       before their first step, or it is an error. `.grad` is not written, and its memory not used after the step.
     - Each param group has its own arguments, which a step reads anew, as schedulers change them, also those that took
       the group before a step. A parameter may be replaced in a group's list, and its state moved to the new one: a step
       trains the new one, or raises an error. Groups may be added later, and have no parameters. Optimizers share
       nothing. A group keeps keys that the optimizer does not know, as a scheduler's `initial_lr`, also through a state.
-      PyTorch's schedulers, an optimizer's hooks before and after steps, and `GradScaler` work.
+      PyTorch's schedulers, an optimizer's hooks before and after steps, `zero_grad` and `GradScaler` work; betas may be
+      a list. A group or a state that is refused, and a closure that raises, leave the optimizer as it was.
     - inf and NaN in a gradient reach their own elements, as in torch's.
-    - After a parameter's first steps nothing more is kept.
+    - After a parameter's first steps nothing more is kept, nor a closure's loss.
     - After `load_state_dict` training goes on as if it had not stopped, with the saved arguments and exactly the saved
-      state, in a new optimizer or in one that has made other steps; torch's AdamW goes on from the state too. Ids in a
-      state are those of its groups, in their order. A copy, deep or pickled, goes on as well, with its options and
-      its defaults for groups added later, on parameters of its own, or copying it or its step raises an error.
+      state, in a new optimizer or in one that has made other steps; torch's AdamW goes on from the state too. After
+      `state.clear()` it begins anew. Ids in a state are those of its groups, in their order. A copy, deep or pickled,
+      goes on as well, with its options and its defaults for groups added later, on parameters of its own, or copying
+      it or its step raises an error.
     - A sparse gradient is an error or treated as what it stands for.
 
     Should: a loaded state is a copy; a complex parameter is an error or treated as a pair of numbers; ValueError for
