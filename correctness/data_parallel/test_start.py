@@ -26,6 +26,7 @@ class Extremes(nn.Module):
         draw = torch.Generator().manual_seed(rank)
         self.p = nn.ParameterList(nn.Parameter(_bits(dtype, draw, rank)) for dtype in FLOATS)
         self.frozen = nn.Parameter(_bits(torch.float32, draw, rank), requires_grad=False)
+        self.with_gaps = nn.Parameter(_bits(torch.float32, draw, rank).view(4, -1)[:, 1:4])
         for dtype in [*FLOATS, *INTEGERS, *COMPLEX, torch.bool]:
             self.register_buffer(f"buffer_of_{str(dtype).removeprefix('torch.')}", _bits(dtype, draw, rank))
         self.register_buffer("not_persistent", _bits(torch.float32, draw, rank), persistent=False)

@@ -40,6 +40,15 @@ class StartsFromTheStateDict(Plain):
 
 
 @defect(cause="state", caught_by="test_every_rank_starts")
+class StartsAsMemoryLies(Plain):
+    """pytorch/pytorch#192920: Gloo sends as many bytes as a tensor has, gaps among them."""
+
+    def start(self) -> None:
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+
+
+@defect(cause="state", caught_by="test_every_rank_starts")
 class StartsInFloat32(Plain):
     @torch.no_grad()
     def start(self) -> None:
