@@ -44,12 +44,14 @@ has a number to fit. But both were chosen with these two figures in view, and ot
 
 STEPS = """## Whole training steps
 
-These are lines of `perf/published/training_steps.csv`: steps of 20 million to 15 billion parameters on one GPU to 128,
+These are lines of `perf/published/training_steps.csv`: steps of 20 million to 71 billion parameters on one GPU to 160,
 each as its source's own repository wrote it at the time (`studies/published/whole_steps.py`). Bytes depend on
 details that hardly change seconds: which norm saves float32, who holds the logits in backward, which gradients stay
 whole between micro-batches. Where a case says compiled, torchtitan compiles each block and KempnerForge the model; on
-one GPU its backward is one graph, and the 0.8 GiB that are missing there are not explained. Figures of pull request
-165 are percentages of its GPU's 95.04 GiB.
+one GPU its backward is one graph, and the 0.8 GiB that are missing there are not explained. With `tp` each product is
+cut over so many ranks, and the sequence between products (`studies/published/sequence_parallel.py`); these cases are
+predicted as they are before they are compiled, as their peak is that of the loss. Figures of pull request 165 are
+percentages of its GPU's 95.04 GiB.
 
 {summary}
 

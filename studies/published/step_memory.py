@@ -44,6 +44,9 @@ TRAINED: dict[str, dict[str, Any]] = {"torchtitan/pull/165": {"reduce": FP32}, "
 """By source, where its training is another than `step_rows.SOURCES` says, as seconds do not show."""
 COMPILES = {"llama3_h100_202412": "blocks", "KempnerForge": "model"}
 """By source: the compiled part, in rows that are compiled."""
+CUTS = ("KempnerForge",)
+"""Sources whose tensor parallelism is written. Compiled rows of it are run eagerly: their peak is that of the loss, which
+is not compiled, and each of their blocks would be compiled anew."""
 OTHERS = {
     "dlrover": "its library replaces attention and norms by kernels of its own, which are not said",
     "daddyofadoggy": "a range of whole GB, and not said of what",
@@ -51,8 +54,9 @@ OTHERS = {
 """Sources whose steps are predicted and whose memory is not, and why."""
 
 
-def written_of(published: Published) -> Written | None:
-    """The row's step as its source writes it; None where its repository is not read that closely."""
+def written_of(published: Published, tensor_parallel: int = 1) -> Written | None:
+    """The row's step as its source writes it, its products cut over so many ranks; None where its repository is not
+    read that closely."""
     source = next((source for source in WRITTEN if source in published.source), None)
     if source is None:
         return None
@@ -64,8 +68,9 @@ def written_of(published: Published) -> Written | None:
             micro_batches=2 if accumulates else 1,  # a third one finds what the second one found
             sync_last_only=accumulates,
         ),
-        compiles=COMPILES[source] if training.compiled else "",
-        **WRITTEN[source],
+        compiles=COMPILES[source] if training.compiled and tensor_parallel == 1 else "",
+        tensor_parallel=tensor_parallel,
+        **WRITTEN[source] | ({"from_meta": True} if tensor_parallel > 1 else {}),
     )
 
 
@@ -74,20 +79,33 @@ def _is_compiled(row: Row) -> bool:
     return row["compile"] == "yes" and any(source in row["source"] for source in COMPILES)
 
 
+def _cut_over(row: Row) -> int:
+    """Tensor parallel ranks, of a source that `CUTS` names."""
+    return int(row["tp"] or 1) if any(source in row["source"] for source in CUTS) else 1
+
+
+def _uncut(row: Row) -> Row:
+    """The row without its tensor parallelism, if that is written. KempnerForge shards over one rank where none else."""
+    if _cut_over(row) == 1:
+        return row
+    return row | {"tp": "1", "parallelism": re.sub(r"(^| x )TP \d+", "", row["parallelism"]) or "FSDP2 1"}
+
+
 def _published(line: int, row: Row) -> Published | None:
-    """The row as a training; None where `why_unknown` says why."""
-    return (compiled_of if _is_compiled(row) else published_of)(line, row)
+    """The row as a training, whose products are not cut; None where `why_unknown` says why."""
+    return (compiled_of if _is_compiled(row) else published_of)(line, _uncut(row))
 
 
 def rows() -> Iterator[tuple[Row, Published, Written]]:
     """A row for each published figure, with its source, case, metric, value and unit."""
     for line, row in numbered():
         published = _published(line, row)
-        written = written_of(published) if published is not None and row["peak_memory"] else None
+        written = written_of(published, _cut_over(row)) if published is not None and row["peak_memory"] else None
         if published is None or written is None:
             continue
-        training = written.training
+        training, tp = written.training, written.tensor_parallel
         where = f"{training.strategy} on {training.ranks}" if training.ranks > 1 else training.strategy
+        where += f", tp={tp}" if tp > 1 else ""
         checkpoints = f", {row['activation_checkpointing']} checkpoints" if training.checkpoint_every else ""
         case = f"{row['model']}, {where}{checkpoints}" + ", compiled" * training.compiled
         for metric, value, unit in _figures(row):
@@ -130,7 +148,7 @@ def not_written() -> Iterator[tuple[str, list[int], str]]:
         if row["peak_memory"]:
             found = _published(line, row)
             if found is None:
-                eager = row | {"compile": "no"} if _is_compiled(row) else row
+                eager = _uncut(row) | ({"compile": "no"} if _is_compiled(row) else {})
                 why.setdefault((row["source"], why_unknown(eager)), []).append(line)
             elif written_of(found) is None:
                 reason = next(reason for source, reason in OTHERS.items() if source in row["source"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardmark.meter.recording import mark
 from studies.published.decoders import DecoderSize, WideRMSNorm, normalized
 from studies.published.programs import Program
+from studies.published.sequence_parallel import clip_each_mesh, cut
 from studies.published.training import Training, checkpoint_blocks, clip, default_dtype, optimizer_of, syncing
 
 
@@ -47,6 +49,8 @@ class Written:
     """How many positions the table of rotations has, where more than the training's length."""
     from_meta: bool = False
     """Whether parameters are made as shards, and never whole."""
+    tensor_parallel: int = 1
+    """Ranks that each product is cut over, with the sequence between them; FSDP2 shards over the others."""
     compiles: str = ""
     """Each of the "blocks" is compiled, with its checkpoint, or the "model" once it is sharded, or nothing ("")."""
 
@@ -112,19 +116,27 @@ def _rotated(x: Tensor, table: Tensor) -> Tensor:
     return (x * table.real + torch.cat([-second, first], -1) * table.imag).type_as(x)
 
 
+class _FeedForward(nn.Module):
+    def __init__(self, size: DecoderSize) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(size.width, size.ffn_width, bias=False) for _ in range(2))
+        self.down = nn.Linear(size.ffn_width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(silu(self.gate(x)) * self.up(x))
+
+
 class _Block(nn.Module):
     def __init__(self, written: Written) -> None:
         super().__init__()
         size = written.training.size
         self.norm_1, self.norm_2 = written.norm(size.width), written.norm(size.width)
         self.attention = _Attention(size, written.cuts_heads)
-        self.gate, self.up = (nn.Linear(size.width, size.ffn_width, bias=False) for _ in range(2))
-        self.down = nn.Linear(size.ffn_width, size.width, bias=False)
+        self.feed_forward = _FeedForward(size)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x), table)
-        wide = self.norm_2(x)
-        return x + self.down(silu(self.gate(wide)) * self.up(wide))
+        return x + self.feed_forward(self.norm_2(x))
 
 
 class _Decoder(nn.Module):
@@ -174,7 +186,9 @@ def program(written: Written) -> Program:
                     if not written.keeps_logits:
                         logits = None
                     loss.backward()
-            if training.clips:
+            if written.tensor_parallel > 1:
+                clip_each_mesh(model)
+            elif training.clips:
                 clip(training, model)
             optimizer.step()
             optimizer.zero_grad()
@@ -194,6 +208,13 @@ def _sharded(written: Written) -> Any:
     training = written.training
     with default_dtype(training.master), torch.device("meta") if written.from_meta else nullcontext():
         model = _Decoder(written)
+    mesh = None
+    if written.tensor_parallel > 1:
+        both = init_device_mesh(
+            "cpu", (training.ranks // written.tensor_parallel, written.tensor_parallel), mesh_dim_names=("fsdp", "tp")
+        )
+        cut(model, both["tp"])
+        mesh = both["fsdp"]
     checkpoint_blocks(training, model.blocks)
     if written.compiles == "blocks":
         for block in model.blocks:
@@ -206,8 +227,8 @@ def _sharded(written: Written) -> Any:
         policy = MixedPrecisionPolicy(training.compute, training.reduce)
         for number, block in enumerate(model.blocks, 1):
             keeps = written.keeps_last and number == len(model.blocks)
-            fully_shard(block, mp_policy=policy, reshard_after_forward=not keeps)
-        fully_shard(model, mp_policy=policy, reshard_after_forward=not written.keeps_root)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not written.keeps_root)
         if written.on_reduce_stream:
             reduce_scatter = _OnReduceStream(model)
             for unit in (model, *model.blocks):
