@@ -36,9 +36,9 @@ def _plan() -> dict[str, ParallelStyle]:
     columns, rows = ColwiseParallel(input_layouts=SEQUENCE), RowwiseParallel(output_layouts=SEQUENCE)
     return {
         **dict.fromkeys(("norm_1", "norm_2"), SequenceParallel()),
-        **{f"attention.{name}": columns for name in ("query", "key", "value")},
-        **{f"feed_forward.{name}": columns for name in ("gate", "up")},
-        **{name: rows for name in ("attention.output", "feed_forward.down")},
+        **dict.fromkeys((f"attention.{name}" for name in ("query", "key", "value")), columns),
+        **dict.fromkeys((f"feed_forward.{name}" for name in ("gate", "up")), columns),
+        **dict.fromkeys(("attention.output", "feed_forward.down"), rows),
     }
 
 
