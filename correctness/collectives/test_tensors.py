@@ -69,7 +69,9 @@ def test_each_element_of_large_tensors_is_exact(implementation: Implementation, 
         part = ((2**power // 4) // ranks + 3) | 1
         numbers = _of_21_bits(2**24 + 4 * ranks + 1)[: ranks * part]
         if name == "all_reduce":
-            numbers = numbers[: len(numbers) // 4 * 4 + 1]  # above 2^24 float32 has it not, and rounds it down
+            # One element after as many whole segments as there are, of a power of two for each rank. Above 2^24 float32
+            # has no odd number, and rounds it down.
+            numbers = numbers[: ranks * 2 ** (power - 2 - (ranks - 1).bit_length()) + 1]
         own = slice(rank * part, (rank + 1) * part)
         if name == "all_gather":
             given, expected = [torch.empty_like(numbers), numbers[own] + rank], numbers.clone()

@@ -75,6 +75,19 @@ class EndOf32MiBSegments(InSegments):
 
 
 @defect(cause="shapes", caught_by="test_each_element_of_large_tensors")
+class EndOfFewerElementsThanRanks(Plain):
+    """ROCm/rocm-systems#3213: what is left after whole segments is cut into equal parts, one for each rank, which are
+    empty where fewer elements than ranks are left."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        ranks = dist.get_world_size(group)
+        left = tensor.numel() % (1024 * ranks)
+        if tensor.numel() < 1024 * ranks or left >= ranks:
+            return super().all_reduce(tensor, group, async_op=async_op)
+        return super().all_reduce(tensor.view(-1)[: tensor.numel() - left], group, async_op=async_op)
+
+
+@defect(cause="shapes", caught_by="test_each_element_of_large_tensors")
 class GathersUpTo8MiB(Plain):
     """A buffer of 8 MiB holds what is gathered; the rest of a larger result is not written."""
 

@@ -48,8 +48,9 @@ def random_inputs(
     operation: str, rows: int, dim: int, device: str, dtype: torch.dtype = torch.float32, lead: tuple[int, ...] = ()
 ) -> Inputs:
     """Draw arguments of unit variance and gradients: (*lead, rows, dim), and of `rotary` q (batch, 3, rows, dim) and k
-    (batch, 1, rows, dim) with dim rounded up to an even number, and angles as a decoder has them. The batch is what
-    `lead` multiplies to, or 2. One weight in eight is 0, by which a norm's backward must not divide."""
+    (batch, 2, rows, dim), or of one head where rows are odd, with dim rounded up to an even number, and angles as a
+    decoder has them. The batch is what `lead` multiplies to, or 2. One weight in eight is 0, by which a norm's backward
+    must not divide."""
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device)
@@ -57,7 +58,7 @@ def random_inputs(
     if operation == "rotary":
         dim += dim % 2
         batch = math.prod(lead) if lead else 2
-        q, k = (batch, 3, rows, dim), (batch, 1, rows, dim)
+        q, k = (batch, 3, rows, dim), (batch, 2 - rows % 2, rows, dim)
         frequencies = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         angles = torch.outer(torch.arange(rows, dtype=torch.float64), frequencies).to(device)
         tensors = {"q": drawn(*q), "k": drawn(*k), "cos": angles.cos(), "sin": angles.sin()}

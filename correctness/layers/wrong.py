@@ -243,3 +243,12 @@ class RotatesInFloat16(Textbook):
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         q, k = (x.half().to(x.dtype) if x.dtype == torch.bfloat16 else x for x in (q, k))
         return super().rotary(q, k, cos, sin)
+
+
+@defect(cause="shapes", caught_by="test_takes_non_contiguous_arguments")
+class KeysReadByTheStrideOfQueries(Textbook):
+    """sgl-project/sglang#20598: heads of q and of k are as far apart for the kernel as those of q are."""
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        check_rotary(q, k, cos, sin)
+        return super().rotary(q, k.as_strided(k.shape, (k.stride(0), q.stride(1), *k.stride()[2:])), cos, sin)

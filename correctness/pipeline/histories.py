@@ -130,7 +130,7 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
 
 class Stage(nn.Module):
     """A stage between two boundaries: its values are those that it was given, through two layers, times a factor of
-    each other tensor that it uses."""
+    their dtype and of each other tensor that it uses."""
 
     def __init__(
         self, before: Boundary | None, after: Boundary | None, stage: int, unusual: tuple[str, ...] = ()
@@ -156,7 +156,8 @@ class Stage(nn.Module):
             x = x[:, 0, :, 0].flatten(2) if self.before.folded else x
             x = x.transpose(0, 1) if self.before.transposed else x
             more = [each for i, each in enumerate(more) if self.before.used >> i & 1]
-        hidden = torch.tanh(self.inner(x.detach() if "cut" in self.unusual else x))
+        x, size = x.to(self.inner.weight.dtype), x.element_size()  # a cast would hide the dtype that came
+        hidden = torch.tanh(self.inner(x.detach() if "cut" in self.unusual else x)) * (1 + size / 16)
         if "sometimes" in self.unusual and _is_time(hidden):
             hidden = torch.tanh(self.more["sometimes"](hidden))
         for each in more:
@@ -166,6 +167,8 @@ class Stage(nn.Module):
             values = values + self.more["again"](hidden.square())
         if self.after is None:
             return values
+        if self.number % 2 == 0:  # as norms and residuals are of float32 at least, also under autocast
+            values = values.to(torch.promote_types(values.dtype, torch.float32))
         found = [_beside(what, hidden, given[0], self.after.width) for what in self.after.beside]
         values = values.transpose(0, 1) if self.after.transposed else values
         values = values.unflatten(2, (-1, 2))[:, None, :, None] if self.after.folded else values

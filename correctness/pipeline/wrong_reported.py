@@ -13,8 +13,9 @@ from torch import Tensor
 from correctness.pipeline.wrong import Planted, parameters_of
 from correctness.support.planting import defect
 from impl.pipeline import zero_bubble
-from impl.pipeline.actions import Action
+from impl.pipeline.actions import Action, Kind
 from impl.pipeline.deferred import Later
+from impl.pipeline.exchange import Exchange
 from impl.pipeline.runner import Tensors
 
 
@@ -185,3 +186,30 @@ def _received(arrived: Tensor) -> Tensor:
     received: Tensor = _Received.apply(arrived.detach().requires_grad_())
     received.retain_grad()
     return received
+
+
+class _InOneDtype(Exchange):
+    def leave(self, action: Action, tensors: Tensors) -> None:
+        if self.autocast is not None and action.kind == Kind.FORWARD:
+            tensors = tuple(each.to(self.autocast) if each.dtype == torch.float32 else each for each in tensors)
+        super().leave(action, tensors)
+
+
+@defect(cause="numerics", caught_by="test_any_history_is_that_of_one_process")
+class SendsInTheDtypeOfAutocast(Planted):
+    """NVIDIA/apex#1249: under autocast all messages have its dtype, also those of stages that return float32."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.exchange = _InOneDtype(self.group, self.rank_of)
+        self._does |= dict.fromkeys((Kind.SEND_FORWARD, Kind.SEND_BACKWARD), self.exchange.send)
+        self._does |= dict.fromkeys((Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD), self.exchange.receive)
+
+    def _backward(self, action: Action) -> None:
+        if action.stage < self.stages - 1:  # gradients come in the dtype of the messages
+            _, outputs = self.kept[action.stage, action.micro_batch]
+            receipt = action.as_kind(Kind.RECEIVE_BACKWARD)
+            tensors, handles = self.exchange.arriving[receipt]
+            wide = tuple(gradient.to(out.dtype) for gradient, out in zip(tensors, outputs, strict=True))
+            self.exchange.arriving[receipt] = wide, handles
+        super()._backward(action)

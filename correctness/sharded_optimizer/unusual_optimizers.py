@@ -36,13 +36,14 @@ class Heavy(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.Optimizer):
-    """The state has an int, a str, a tensor without dimensions and a tensor of the parameter's shape."""
+    """The state has an int, a str, a tensor without dimensions and a tensor of the parameter's shape. A step takes no
+    closure, as of optimizers that people write for themselves."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]

@@ -1,6 +1,7 @@
 """Planted defects: sharded optimizers that are wrong as public trackers report."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -23,6 +24,17 @@ class OwnsByRankOfTheWorld(SimpleZero):
 
     @rank.setter
     def rank(self, value: int) -> None: ...
+
+
+@defect(cause="options", caught_by="test_state_that_is_no_tensor_is_saved_and_loaded")
+class HandsOnTheClosure(SimpleZero):
+    """facebookresearch/fairscale#86: hands the closure on, also where there is none and a step takes none."""
+
+    def add_inner_group(self, group: Group) -> None:
+        new = self.inner is None
+        super().add_inner_group(group)
+        if new:
+            self.inner.step = partial(self.inner.step, closure=None)
 
 
 @defect(cause="memory", caught_by="test_a_rank_holds_its_part_of_the_state")

@@ -45,8 +45,8 @@ TRAINED: dict[str, dict[str, Any]] = {"torchtitan/pull/165": {"reduce": FP32}, "
 COMPILES = {"llama3_h100_202412": "blocks", "KempnerForge": "model"}
 """By source: the compiled part, in rows that are compiled."""
 CUTS = ("KempnerForge",)
-"""Sources whose tensor parallelism is written. Compiled rows of it are run eagerly: their peak is that of the loss, which
-is not compiled, and each of their blocks would be compiled anew."""
+"""Sources whose tensor parallelism is written. Compiled rows of it are run eagerly: their peak is that of the loss,
+which is not compiled, and each of their blocks would be compiled anew."""
 OTHERS = {
     "dlrover": "its library replaces attention and norms by kernels of its own, which are not said",
     "daddyofadoggy": "a range of whole GB, and not said of what",
