@@ -23,7 +23,7 @@ from correctness.training_step.models import (
     values_of,
     what_stays,
 )
-from correctness.training_step.stepping import ALL_BFLOAT16, assert_together, numbered_batch, setting
+from correctness.training_step.stepping import ALL_BFLOAT16, assert_together, made, numbered_batch, setting
 from shardmark.api import Implementation
 
 CLOSE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.2, ALL_BFLOAT16: 0.2}
@@ -64,7 +64,7 @@ class Beside:
 
 class _Player:
     def __init__(self, implementation: Implementation, history: History, precision: str, device: str) -> None:
-        self.precision, self.device, self.mode = precision, device, AROUND[0]
+        self.implementation, self.precision, self.device, self.mode = implementation, precision, device, AROUND[0]
         self.waiting: list[tuple[Tensor, Tensor]] = []
         """Pairs of losses: found, expected."""
         self.losses: list[tuple[Tensor, float]] = []
@@ -102,13 +102,14 @@ class _Player:
     def play(self, event: Event) -> None:
         if not self.can(event):
             return
-        if event.kind in ("update", "call", "weights", "data", "freeze", "modes"):
+        if event.kind in ("update", "update_fails", "anew", "call", "weights", "data", "freeze", "modes"):
             self.waiting.clear()
         before = what_stays(self.of.model, self.of.optimizer)
         self.hooked.clear()
         self.mode = event.mode
         getattr(self, event.kind)(event.value)
-        expected = ["before", "after"] if event.kind in ("update", "call") else []
+        steps = ("update", "update_fails", "call")
+        expected = ["before", "after"][: 1 + (event.kind != "update_fails" or event.value % 2)] * (event.kind in steps)
         assert self.hooked == expected, (
             f"{event.kind} ran the hooks {self.hooked} of the optimizer's step, not {expected}"
         )
@@ -130,10 +131,12 @@ class _Player:
         half = self.precision == "float16"
         used = {name for name, p in zip(self.names, self.expected, strict=True) if p.requires_grad} - {"unused"}
         match event.kind:
-            case "backward" | "drop":
+            case "backward" | "backward_fails" | "drop":
                 return bool(self.waiting)
             case "overflow":
                 return half and self.overflows < OVERFLOWS
+            case "anew":
+                return not half  # which would begin with its largest scale
             case "halve" | "replace":
                 return not (half and self.scaled)
             case "freeze":
@@ -174,13 +177,22 @@ class _Player:
             with suppress(Exception), torch.set_grad_enabled(value % 2 == 0):  # a compiler raises its own
                 forward(*self.batch(value))
             hook.remove()
-        for found, expected in zip(self.of.model.buffers(), self.wide.buffers(), strict=True):
-            expected.copy_(found)  # whether the model got as far as to change them is not asked
+        with torch.inference_mode():  # as buffers that `evaluate` replaced may be of it
+            for found, expected in zip(self.of.model.buffers(), self.wide.buffers(), strict=True):
+                expected.copy_(found)  # whether the model got as far as to change them is not asked
 
     def backward(self, value: int) -> None:
         found, expected = self.waiting.pop(value % len(self.waiting))
         self.of.step.backward(found)
         expected.backward()
+        self.scaled = True
+
+    def backward_fails(self, value: int) -> None:
+        found, expected = self.waiting.pop(value % len(self.waiting))
+        for backward, loss in ((self.of.step.backward, found), (Tensor.backward, expected)):
+            loss.register_hook(lambda _: 1 / 0)
+            with suppress(Exception):  # a compiler raises its own
+                backward(loss)
         self.scaled = True
 
     def drop(self, value: int) -> None:
@@ -190,6 +202,20 @@ class _Player:
         self.of.step.update()
         self.optimizer.step()
         self.scaled = False
+
+    def update_fails(self, value: int) -> None:
+        for update, optimizer in ((self.of.step.update, self.of.optimizer), (self.optimizer.step, self.optimizer)):
+            add = optimizer.register_step_post_hook if value % 2 else optimizer.register_step_pre_hook
+            hook, raised = add(lambda *_: 1 / 0), True
+            with suppress(ZeroDivisionError):
+                update()
+                raised = False
+            assert raised, "update raises no error where a hook of the optimizer's step does"
+            hook.remove()
+
+    def anew(self, value: int) -> None:
+        with suppress(ValueError):  # as of blocks that are checkpointed already
+            self.of.step = made(self.implementation, self.precision, self.of.model, self.of.optimizer)
 
     def call(self, value: int) -> None:
         inputs = self.batch(value)

@@ -89,8 +89,12 @@ def setting(
     params = [p for p in model.parameters() if all_parameters or p.requires_grad]
     groups = [{"params": params[:1]}, {"params": params[1:]}]
     sgd = OPTIMIZERS[optimizer](groups, **{"lr": 0.0, **options})
-    step = implementation.watched(model, sgd, precision=_OF_STEPS[precision])
-    return Setting(model, sgd, step, *batch(device))
+    return Setting(model, sgd, made(implementation, precision, model, sgd), *batch(device))
+
+
+def made(implementation: Implementation, precision: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Make a step of that precision."""
+    return implementation.watched(model, optimizer, precision=_OF_STEPS[precision])
 
 
 def batch(device: str, shape: tuple[int, int] = BATCH) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,7 @@ ORDERS = {
     "cleared_before_an_update": ["forward", "backward", "clear", "update", "forward", "backward", "update"],
     "accumulation": [*["forward"] * 2, *["backward"] * 2, "update", "zero", "forward", "backward", "replace", "update"],
     "skipped_while_a_loss_waits": ["forward", "overflow", "backward", "update"],
+    "errors": ["forward", "backward", "update_fails", "clear", "call", "forward", "backward_fails", "call"],
     "thawed": ["call", "freeze", "forward", "backward", "update", "freeze", "call"],
     "validation_in_between": ["forward", "drop", "call", "modes", "forward", "drop", "data", "weights", "call"],
 }

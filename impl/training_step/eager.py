@@ -98,8 +98,10 @@ class EagerStep:
         if self.precision.parameter != torch.float16:
             with suppress(RuntimeError):  # the caller may have unscaled them, for example to clip them
                 self.scaler.unscale_(self.optimizer)  # an optimizer that unscales them itself may leave `.grad` scaled
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        try:
+            self.scaler.step(self.optimizer)
+        finally:  # an error of the optimizer's leaves the scaler ready for the next step
+            self.scaler.update()
         if self.scaler.get_scale() < scale:
             warnings.warn(
                 f"float16 gradients overflowed: the step is skipped, the loss is scaled by {self.scaler.get_scale():g} "
