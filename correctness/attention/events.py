@@ -64,7 +64,7 @@ class Call:
     is_causal: bool
     layouts: tuple[str, ...]
     shared: str
-    """Inputs that are one tensor."""
+    """Inputs that are one tensor, or the first rows of another."""
     nan: tuple[str, float] | None
     """Put a NaN into v at that share of the keys; then only the output is checked. PyTorch's SDPA loses some NaNs in
     k."""
@@ -96,9 +96,12 @@ class Call:
             k, v = tensors[1:3]
         elif self.shared == "k_and_v":
             v = k
+        elif self.shared == "q_in_k" and self.group == 1 and self.q_len <= self.k_len:
+            q = k[..., : self.q_len, :]
         elif self.shared != "none" and shapes[0] == shapes[1]:
             q, k, v = {
                 "q_and_k": (k, k, v),
+                "q_in_k": (k, k, v),
                 "all": (k, k, k),
                 "one_projection": torch.cat([q, k, v], dim=-1).split(self.head_dim, dim=-1),
             }[self.shared]
@@ -163,7 +166,7 @@ CALLS = st.builds(
     top=st.sampled_from([25.0, 200.0, 30_000.0]),
     is_causal=st.booleans(),
     layouts=st.tuples(*[layouts] * 4) | layouts.map(lambda how: (how,) * 4),
-    shared=st.just("none") | st.sampled_from(["k_and_v", "q_and_k", "all", "one_projection"]),
+    shared=st.just("none") | st.sampled_from(["k_and_v", "q_and_k", "q_in_k", "all", "one_projection"]),
     nan=st.none() | st.none() | st.tuples(st.just("v"), st.sampled_from([0.0, 0.3, 1.0])),
     mode=st.just("gradients") | st.sampled_from(list(MODES)),
     needs=st.just("qkv") | st.sampled_from(["q", "k", "v", "qk", "qv", "kv"]),
@@ -176,11 +179,13 @@ CALLS = st.builds(
 
 @st.composite
 def self_attention(draw: st.DrawFn) -> Call:
-    """Draw one tensor, or one projection, for q, k and v; most roots of head_dim are no powers of two."""
+    """Draw one tensor, or one projection, for q, k and v, or k's first rows for q, as the last layer's queries may be;
+    most roots of head_dim are no powers of two."""
     call, length = draw(CALLS), draw(LENGTHS)
-    shared = draw(st.sampled_from(["q_and_k", "all", "one_projection"]))
+    shared = draw(st.sampled_from(["q_and_k", "q_in_k", "all", "one_projection"]))
+    k_len = length + draw(LENGTHS) * (shared == "q_in_k")
     head_dim = draw(st.sampled_from([12, 24, 40, 3, 16]))
-    return replace(call, group=1, q_len=length, k_len=length, head_dim=head_dim, shared=shared, nan=None)
+    return replace(call, group=1, q_len=length, k_len=k_len, head_dim=head_dim, shared=shared, nan=None)
 
 
 @st.composite
@@ -203,7 +208,16 @@ def scores_far_apart(draw: st.DrawFn) -> Call:
     )
 
 
-ANY = CALLS | CALLS | self_attention() | scores_far_apart()
+@st.composite
+def one_query(draw: st.DrawFn) -> Call:
+    """Draw one query without gradients, which in causal attention sees the first key alone."""
+    mode = draw(st.sampled_from(["nothing_requires_grad", "no_grad", "inference_mode"]))
+    group, is_causal = draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([True, True, False]))
+    k_len = draw(st.sampled_from([1, 2, 40]))
+    return replace(draw(CALLS), group=group, q_len=1, k_len=k_len, is_causal=is_causal, shared="none", mode=mode)
+
+
+ANY = CALLS | CALLS | self_attention() | scores_far_apart() | one_query()
 
 HISTORIES = st.lists(ANY, min_size=1, max_size=3) | nearly_twice(
     ANY, "dtype", "is_causal", "k_len", "group", "needs", "scale", dtype=torch.float32

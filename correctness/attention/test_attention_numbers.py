@@ -196,6 +196,21 @@ def _row_by_row(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
     return torch.cat([eager_attention(q[i : i + 1], k[: i + 1], v[: i + 1]) for i in range(q.shape[0])])
 
 
+@pytest.mark.parametrize("value", [*NOT_FINITE, 60_000.0], ids=str)
+def test_what_is_not_finite_in_the_outputs_gradient_is_not_hidden(
+    implementation: Implementation, value: float, device: str
+) -> None:
+    """A loss scaler looks for it in the gradients; 60,000 of 64 queries add up to more than float16 holds."""
+    finite = value == 60_000.0
+    q, k, v, grad = random_inputs((2, 64, 16), (2, 2, 16), torch.float16 if finite else torch.float32, device)
+    grad[:, slice(None) if finite else 3, 2] = value
+    found = results(implementation.watched, [q, k, v, grad], is_causal=False)
+    for name in ("dv",) if finite else ("dq", "dk", "dv"):
+        assert not found[name].isfinite().all(), (
+            f"an output's gradient with {value} in it gives finite numbers in {name}"
+        )
+
+
 @pytest.mark.should("a row of scores that are all -inf is NaN or zero")
 def test_a_row_of_scores_that_are_all_minus_infinity_is_nan_or_zero(
     implementation: Implementation, device: str

@@ -10,7 +10,7 @@ import torch
 from correctness.layers.accuracy import assert_as_accurate_as_eager
 from correctness.layers.operations import call, random_inputs, results
 from correctness.support.contracts import assert_near
-from impl.layers import OPERATIONS
+from impl.layers import OPERATIONS, EagerLayers
 from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("layers"), pytest.mark.usefixtures("poisoned")]
@@ -145,6 +145,22 @@ def test_a_nan_stays_in_its_row(implementation: Implementation, operation: str, 
     assert torch.equal(found[..., others, :], clean[name][..., others, :]), (
         f"a NaN in one row changes other rows of {name}"
     )
+
+
+@EACH
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 60_000.0], ids=str)
+def test_what_is_not_finite_in_a_results_gradient_is_not_hidden(
+    implementation: Implementation, value: float, operation: str, device: str
+) -> None:
+    """A loss scaler looks for it in the gradients; 60,000 times 2, or three of them, are more than float16 holds."""
+    inputs = random_inputs(operation, 9, 12, device, torch.float16 if value == 60_000.0 else torch.float32)
+    for grad in inputs.grads.values():
+        grad[..., 3:6, :] = value
+    found, eager = (results(layers, inputs) for layers in (implementation.watched, EagerLayers))
+    for name, x in found.items():
+        assert eager[name].isfinite().all() or not x.isfinite().all(), (
+            f"results' gradients of {value} in three rows give finite numbers in {name}"
+        )
 
 
 @EACH

@@ -141,6 +141,17 @@ def test_a_nan_makes_the_loss_nan(
         record_property("note", f"with a NaN in {where} its loss is NaN, and its gradients are numbers")
 
 
+@pytest.mark.parametrize("times", [float("nan"), float("inf"), 2.0**30], ids=str)
+def test_what_is_not_finite_in_the_losss_gradient_is_not_hidden(
+    implementation: Implementation, times: float, device: str
+) -> None:
+    """A loss scaler looks for it in the gradients; float16 does not hold them 2**30 times as large."""
+    inputs = random_inputs(40, 16, 31, device, torch.float16 if times == 2.0**30 else torch.float32)
+    found = results(implementation.watched, replace(inputs, grad=times))
+    for name in ("grad_hidden", "grad_weight"):
+        assert not found[name].isfinite().all(), f"{name} is finite, where the loss's own gradient is {times}"
+
+
 @pytest.mark.large
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.2}, {"z_loss": 0.1}], ids=["plain", "smoothed", "z_loss"]

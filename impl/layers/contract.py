@@ -36,6 +36,7 @@ class Layers(Protocol):
       its backward, which may run in another thread. Neither autocast nor torch's default dtype changes anything.
     - A second derivative, of one argument alone too, a second backward pass, or one after an argument or a result has
       changed in place, is right or raises an error. Calls leave nothing behind.
+    - A result's gradient that is not finite, or too large, makes gradients that are not finite, as in eager.
     - What it does not take it refuses by `shardmark.api.Unsupported`, a ValueError: whole operations, dtypes, devices.
       A function that is missing is an operation that is refused.
 

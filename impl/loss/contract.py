@@ -31,7 +31,8 @@ class Loss(Protocol):
     - Calls are independent: no input changes, nothing that a call returned changes later, and other calls may come
       before one and between its forward and its backward. The loss is the same without gradients, also in
       `torch.inference_mode()`, and torch's default dtype changes nothing.
-      Backward may run in another thread.
+      Backward may run in another thread. A loss's gradient that is not finite, or too large, makes gradients that are
+      not finite.
     - A second derivative, of one input alone too, a second backward pass, or one after an input or the loss has changed
       in place, is right or raises an error.
     - A NaN in a token whose target counts makes the loss NaN. Calls leave nothing behind.
