@@ -69,7 +69,7 @@ class Recomputed(torch.autograd.Function):
 
 
 def _may_hold(x: Any) -> bool:
-    return hasattr(x, "__dict__" if not hasattr(x, "__slots__") else "__slots__") and not isinstance(x, Tensor)
+    return not isinstance(x, Tensor) and (hasattr(x, "__dict__") or hasattr(x, "__slots__"))
 
 
 def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             block, dict(zip(trained, parameters, strict=True))
         ):  # else hooks of the parameters would run in each recomputation
             outputs, form = tree_flatten(type(block).forward(block, *args, **kwargs))
-        if any(hasattr(x, "__dict__") and not isinstance(x, Tensor) for x in outputs):
+        if any(_may_hold(x) for x in outputs):
             raise TypeError("a block returns tensors, or tuples, lists and dicts of them")
         returned[:] = (
             [TENSOR if isinstance(x, Tensor) else x for x in outputs],

@@ -62,15 +62,15 @@ def test_the_neighbours_in_a_buffer_may_be_written_meanwhile(implementation: Imp
 @pytest.mark.parametrize("name", COLLECTIVES)
 @on_every_rank
 def test_each_element_of_large_tensors_is_exact(implementation: Implementation, name: str, device: str) -> list[str]:
-    """The larger tensor has an odd number of elements just above a power of two of bytes, up to 64 MiB: implementations
-    change their algorithm, their dtype or their segments with the size."""
+    """The larger tensor has an odd number of elements just above a power of two of bytes, up to 64 MiB, or, of an
+    all-reduce, one more than a power of two for each rank: implementations change their algorithm, their dtype or their
+    segments with the size."""
     ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     for power in range(12, 27):
         part = ((2**power // 4) // ranks + 3) | 1
         numbers = _of_21_bits(2**24 + 4 * ranks + 1)[: ranks * part]
         if name == "all_reduce":
-            # One element after as many whole segments as there are, of a power of two for each rank. Above 2^24 float32
-            # has no odd number, and rounds it down.
+            # One element is left after whole segments. Above 2^24 float32 has no odd number, and rounds it down.
             numbers = numbers[: ranks * 2 ** (power - 2 - (ranks - 1).bit_length()) + 1]
         own = slice(rank * part, (rank + 1) * part)
         if name == "all_gather":

@@ -24,7 +24,6 @@ from correctness.optim.training import (
 )
 from correctness.support.contracts import Note, is_ours
 from correctness.support.default_dtype import default_dtype
-from correctness.support.global_state import global_state_stays
 from impl.optim import AdamW
 from shardmark.api import Implementation
 
@@ -163,9 +162,14 @@ def test_dtypes_may_be_mixed(implementation: Implementation, device: str) -> Non
     assert_as_accurate_as_plain(implementation.watched, start, grads, **ARGUMENTS["language_model"])
 
 
-def test_the_random_state_is_the_callers(implementation: Implementation, device: str) -> None:
-    """Parameters may be rounded at random, by a generator of the optimizer's own."""
+def test_it_seeds_no_random_numbers_of_the_callers(implementation: Implementation, device: str) -> None:
+    """It may draw some, to round parameters at random."""
     start = [x for dtype in (torch.float32, torch.bfloat16) for x in tensors(device, dtype, ((40,), (3,)))]
     grads = gradients(start, 2)
-    with global_state_stays("a step"):
-        train(implementation.watched, start, grads)
+    states = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            train(implementation.watched, start, grads)
+            states.append(torch.get_rng_state())
+    assert not torch.equal(*states), "a step seeds the process's random numbers: other seeds end in one state"

@@ -191,7 +191,7 @@ class KeepsTheLoss(Simple):
         return self.last
 
 
-@defect(cause="random numbers", caught_by="test_the_random_state_is_the_callers")
+@defect(cause="random numbers", caught_by="test_it_seeds_no_random_numbers_of_the_callers")
 class SeedsEachStep(Simple):
     """Nerogar/OneTrainer#804: as for stochastic rounding that is alike on all ranks, but by the process's generator."""
 

@@ -29,7 +29,7 @@ class Model(Protocol):
     - It trains, under autocast too: from its own initial weights, drawn independently, every parameter gets a
       gradient, whichever others are frozen. Calls' backwards run in any order.
     - A second derivative, a second backward pass, or one after a weight has changed in place, is right or raises an
-      error.
+      error; the last is not asked of what `torch.compile` makes.
     - Its `state_dict` has `Transformer`'s names and shapes and no others, so that weights of one load into another.
 
     Should: ValueError for a longer context and, on CPU, for token ids that the vocabulary does not have (on CUDA a

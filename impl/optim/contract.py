@@ -21,7 +21,7 @@ class Optimizer(Protocol):
       parameter that has a gradient, a zero gradient too, whatever their number, sizes, strides and dtypes, and whether
       gradients have a graph, as accurate as its dtype allows: in float64 throughout for float64. Each parameter counts
       its own steps; one whose `.grad` is None does not change, nor does its state; it may be of integers. The grad
-      mode, autocast and torch's default dtype change nothing, also where they differ from step to step. It draws no
+      mode, autocast and torch's default dtype change nothing, also where they differ from step to step. It seeds no
       random numbers of the process's.
     - Parameters are updated in place, where their data is at that step, and no memory beside them; they may be cast
       before their first step, or it is an error. `.grad` is not written, and its memory not used after the step.

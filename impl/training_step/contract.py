@@ -40,9 +40,9 @@ class TrainingStep(Protocol):
       Buffers that the model changes or replaces, as a batch norm's, change once in each forward; those of `blocks` may
       change again where backward recomputes them. Nothing is left of the activations once a loss is freed.
     - `copy.deepcopy(model)` stays independent of the model and its step. A step made anew on the same model and
-      optimizer, if not a ValueError, is right where the first is no longer called.
+      optimizer, if not a ValueError, is right where the first is no longer called; in float16 with a scale of its own.
     - A backward or an update may raise an error, as of a caller's hook: later calls are as if it had not been called,
-      but for what it did to `.grad` and, after the optimizer's step, to parameters.
+      but for what it did to `.grad` and, after the optimizer's step, to parameters and the optimizer's state.
     - In float16 the loss is scaled, so that small gradients do not round to zero. Between backward and update `.grad`
       may be scaled too, and after it if the parameters themselves are float16. A step whose gradients overflow is
       skipped with a RuntimeWarning, leaves parameters and the optimizer's state unchanged, and the scale falls, also

@@ -100,6 +100,10 @@ class EagerStep:
                 self.scaler.unscale_(self.optimizer)  # an optimizer that unscales them itself may leave `.grad` scaled
         try:
             self.scaler.step(self.optimizer)
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):  # which the scaler gives an optimizer that unscales by itself
+                self.optimizer.__dict__.pop(name, None)
+            raise
         finally:  # an error of the optimizer's leaves the scaler ready for the next step
             self.scaler.update()
         if self.scaler.get_scale() < scale:

@@ -50,8 +50,8 @@ details that hardly change seconds: which norm saves float32, who holds the logi
 whole between micro-batches. Where a case says compiled, torchtitan compiles each block and KempnerForge the model; on
 one GPU its backward is one graph, and the 0.8 GiB that are missing there are not explained. With `tp` each product is
 cut over so many ranks, and the sequence between products (`studies/published/sequence_parallel.py`); these cases are
-predicted as they are before they are compiled, as their peak is that of the loss. Figures of pull request 165 are
-percentages of its GPU's 95.04 GiB.
+predicted as they are before they are compiled, as their peak is that of the loss; why that of 70 billion parameters on
+8 GPUs is 3% too high is not explained. Figures of pull request 165 are percentages of its GPU's 95.04 GiB.
 
 {summary}
 

@@ -43,12 +43,12 @@ def _plan() -> dict[str, ParallelStyle]:
 
 
 def _placed(mesh: DeviceMesh, placement: Placement, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-    """The result as a tensor of all ranks; one that has lost it in a view is theirs again."""
+    """The result as a DTensor; one that a view has made local is one again."""
     return result if isinstance(result, DTensor) else DTensor.from_local(result, mesh, [placement])
 
 
 def clip_each_mesh(model: nn.Module) -> None:
-    """Scale gradients to a norm of 1; those of each mesh have a norm, and all of them together."""
+    """Clip gradients to a global norm of 1, summed over the meshes on which they are."""
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:

@@ -70,6 +70,7 @@ def written_of(published: Published, tensor_parallel: int = 1) -> Written | None
         ),
         compiles=COMPILES[source] if training.compiled and tensor_parallel == 1 else "",
         tensor_parallel=tensor_parallel,
+        # KempnerForge cuts a model on the meta device, which would not be there whole on each rank.
         **WRITTEN[source] | ({"from_meta": True} if tensor_parallel > 1 else {}),
     )
 
@@ -85,7 +86,8 @@ def _cut_over(row: Row) -> int:
 
 
 def _uncut(row: Row) -> Row:
-    """The row without its tensor parallelism, if that is written. KempnerForge shards over one rank where none else."""
+    """The row without its tensor parallelism, if that is written. With tensor parallelism alone KempnerForge
+    has FSDP2 over one rank."""
     if _cut_over(row) == 1:
         return row
     return row | {"tp": "1", "parallelism": re.sub(r"(^| x )TP \d+", "", row["parallelism"]) or "FSDP2 1"}

@@ -186,7 +186,7 @@ def program(written: Written) -> Program:
                     if not written.keeps_logits:
                         logits = None
                     loss.backward()
-            if written.tensor_parallel > 1:
+            if training.clips and written.tensor_parallel > 1:
                 clip_each_mesh(model)
             elif training.clips:
                 clip(training, model)
