@@ -204,7 +204,7 @@ _OF_THREAD = threading.local()
 
 
 @defect(cause="state", caught_by="test_any_history_of_calls")
-class ShapesOfTheThread(Flash):
+class ArgumentsOfTheThread(Flash):
     """Keeps what is no tensor by thread: on CUDA autograd runs backward in another one."""
 
     @staticmethod

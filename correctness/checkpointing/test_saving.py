@@ -126,13 +126,13 @@ class OfTuples(Transformer):
 
 
 class Scaled(Block):
-    """A block that takes a scale by its place."""
+    """A block that takes a scale by position."""
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x) * scale
 
 
-class ByPlace(Transformer):
+class ByPosition(Transformer):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -141,10 +141,10 @@ class ByPlace(Transformer):
 
 
 def _made(how: str, device: str) -> Transformer:
-    kind = {"by_name_in_tuples": OfTuples, "by_place": ByPlace}.get(how, Transformer)
+    kind = {"by_name_in_tuples": OfTuples, "by_position": ByPosition}.get(how, Transformer)
     model = kind(replace(SIZE, layers=LAYERS, vocab=8), context_length=CONTEXT, attention=eager_attention).to(device)
     for block in model.blocks:
-        if how == "by_place":
+        if how == "by_position":
             block.__class__ = Scaled
         elif how == "with_dropout":
             block.attention_norm = nn.Sequential(block.attention_norm, nn.Dropout(0.1))
@@ -153,7 +153,7 @@ def _made(how: str, device: str) -> Transformer:
     return model.to(torch.bfloat16) if how == "in_bfloat16" else model
 
 
-HOW = ("under_autocast", "by_name_in_tuples", "by_place", "in_bfloat16", "with_dropout", "with_hooks")
+HOW = ("under_autocast", "by_name_in_tuples", "by_position", "in_bfloat16", "with_dropout", "with_hooks")
 
 
 @pytest.mark.parametrize("how", [*HOW[:2], *(pytest.param(how, marks=pytest.mark.judged) for how in HOW[2:])])

@@ -48,7 +48,7 @@ class Call:
     scale: float
     """Factor of the first argument, beside `size`."""
     size: float
-    """Factor of arguments and gradients; float16 has 1."""
+    """Factor of gradients, and of arguments but weights and tables; float16 has 1."""
     eps: float
     layouts: tuple[str, ...]
     """Layouts of the arguments."""
@@ -66,7 +66,7 @@ class Call:
         torch.manual_seed(self.seed)
         drawn = random_inputs(self.operation, self.rows, self.dim, device, lead=self.lead)
         first = next(iter(drawn.tensors))
-        held = self.dtype != torch.float16  # what it cannot hold
+        held = self.dtype != torch.float16  # which cannot hold these sizes
         sizes = {name: self.size if held and name not in BROADCAST else 1.0 for name in drawn.tensors}
         tensors = {name: sizes[name] * x for name, x in drawn.tensors.items()}
         tensors[first] = self.scale * tensors[first]

@@ -27,7 +27,8 @@ SUMS_IN_HALF = "PyTorch's own sums the loss of half precision in half precision"
 def test_large_logits_do_not_overflow(
     implementation: Implementation, dtype: torch.dtype, size: float, device: str
 ) -> None:
-    """Exponentials of large logits overflow unless the row's maximum is subtracted first. float16 lacks bfloat16's."""
+    """Exponentials of large logits overflow unless the row's maximum is subtracted first. float16 cannot hold
+    those of bfloat16."""
     inputs = random_inputs(40, 16, 31, device, dtype)
     assert_as_accurate_as_eager(implementation.watched, replace(inputs, hidden=size * inputs.hidden))
 

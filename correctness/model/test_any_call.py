@@ -105,7 +105,7 @@ def test_two_forwards_before_either_backward(implementation: Implementation, bac
         assert error < CLOSE, f"after two calls the gradient of {name} has a relative error of {error.item():.2g}"
 
 
-PAIRS = {  # of weights whose scales cancel, as of activations between them
+PAIRS = {  # of weights that are scaled against each other, and so the activations between them
     "scores": ("attention.query", "attention.key"),
     "values": ("attention.value", "attention.output"),
     "gates": ("feed_forward.w1", "feed_forward.w2"),
@@ -118,7 +118,7 @@ PAIRS = {  # of weights whose scales cancel, as of activations between them
 def test_activations_that_float16_lacks_are_those_of_bfloat16(
     implementation: Implementation, size: float, device: str
 ) -> None:
-    """Large models have activations in the millions: a kernel of float16 gives bfloat16 infinities, or zeros."""
+    """A kernel of float16 gives infinities for activations above 65,504 and zeros for the smallest."""
     tokens = draw(device)
     for what, (one, other) in PAIRS.items():
         model, plain = models(implementation, device)

@@ -26,8 +26,8 @@ class Simple(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> State:
-        """A deep copy has all attributes but a scheduler's `step`, which is that of the first; torch's own method keeps
-        defaults, state and groups alone."""
+        """A deep copy has all attributes but a `step` that a scheduler wrapped, which would step the original; torch's
+        own method keeps defaults, state and groups alone."""
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     def load_state_dict(self, state_dict: State) -> None:
