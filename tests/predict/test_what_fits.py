@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +117,12 @@ def test_what_ratios_cannot_tell_apart_is_undecided() -> None:
     assert WITHIN[1] / WITHIN[0] > RATIO_WITHIN  # on one device, ratios are known better than seconds
     table = "\n".join(lines(MODEL, [first, near, far]))
     assert table.count("?\x20") == 2 and "? Undecided: within a factor of 1.45" in table
+
+
+def test_small_steps_have_digits() -> None:
+    tiny = outcome(prediction(9 * 2**20, 0.00042))
+    table = "\n".join(lines(MODEL, [tiny]))
+    assert re.search(r" 0\.4 +0\.3-0\.6 +0\.009 ", table), table
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3, 32, 47, 1000])

@@ -66,8 +66,8 @@ def _cells(outcome: Outcome, first: Outcome, reasons: list[str]) -> dict[str, st
         "tokens/s" if model.tokens else "rows/s": _rate(rate) + mark if rate else None,
         "of first": f"{mine / best:.0%}" if outcome.fits and mine and best else None,
         "MFU": None if outcome.mfu is None else f"{outcome.mfu:.1%}",
-        "step ms": f"{step.seconds * 1e3:,.0f}" if step else None,
-        "9 of 10": "-".join(f"{each * 1e3:,.0f}" for each in step.interval) if step else None,
+        "step ms": _milliseconds(step.seconds) if step else None,
+        "9 of 10": "-".join(map(_milliseconds, step.interval)) if step else None,
         "tensors": _gib(known.tensors) if known else None,
         "reserved": _gib(known.reserved) if known else None,
         "at most": _gib(known.at_most) if known else None,
@@ -134,5 +134,16 @@ def _rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
+def _milliseconds(seconds: float) -> str:
+    return _fixed(seconds * 1e3, 0 if seconds >= 0.01 else 1)
+
+
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:,.1f}"
+    return _fixed(nbytes / 2**30, 1)
+
+
+def _fixed(value: float, decimals: int) -> str:
+    """With that many decimals, or with up to three where these would show nothing but zeros."""
+    while decimals < 3 and 0 < abs(value) < 10**-decimals:
+        decimals += 1
+    return f"{value:,.{decimals}f}"
