@@ -1,7 +1,7 @@
 """The main loop of a rank: join the process group, then run calls until the world closes.
 
-A rank writes two files to the world's private folder, for when it hangs or dies: its stacks (rank0.stacks) and the
-error that ended it (rank0.end).
+A rank writes three files to the world's private folder, for when it hangs or dies: its stacks (rank0.stacks), the error
+that ended it (rank0.end) and its stderr (rank0.stderr).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmark.ranks import gpus, nccl, process_setup
+from shardmark.ranks import gpus, nccl, process_setup, said
 from shardmark.ranks.channel import receive, send
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.link import Host
@@ -188,6 +188,7 @@ def serve(
     os.environ[WORLD_VARIABLE] = str(directory)
     _keep_temporary_files_in(directory)
     Watchdog.notice()
+    said.write_to(directory, rank)
     stacks = (directory / f"rank{rank}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)

@@ -38,6 +38,7 @@ from shardmark.ranks.link import Link
 from shardmark.ranks.nccl import explanation
 from shardmark.ranks.patience import Patience
 from shardmark.ranks.rank import Answer, WorldError, available_cores, pickled_call, ranks_met, serve
+from shardmark.ranks.said import Said
 
 DEADLINE = 120.0
 """Seconds that a call may take on a world before its ranks count as hung."""
@@ -109,6 +110,7 @@ class World:
         self._directory = private_folder.make()
         # At the interpreter's end too, for a world that nobody closed.
         self._remove_directory = weakref.finalize(self, private_folder.remove, self._directory)
+        self._said = Said(self._directory, size)
         self._call = 0
         """The number of the call that is under way; joining the group is call 0."""
         self._channels: list[Channel] = []
@@ -211,6 +213,7 @@ class World:
     def close(self) -> None:
         """End every rank and remove the private directory. A closed world stays closed."""
         end_ranks(self._processes, self._directory)
+        self._said.pass_on()
         for channel in self._channels:
             channel.close()
         for end in self._ends:
@@ -225,6 +228,14 @@ class World:
         self.close()
 
     def _collect(self, deadline: float) -> dict[int, Answer]:
+        """Return each rank's answer; see `_answers`. Their stderr is passed on, whatever becomes of the call."""
+        __tracebackhide__ = True
+        try:
+            return self._answers(deadline)
+        finally:
+            self._said.pass_on()
+
+    def _answers(self, deadline: float) -> dict[int, Answer]:
         """Return each rank's answer, in order of arrival. Raise RankError if a rank died or did not answer; the report
         names the dead ones before those that waited for them."""
         __tracebackhide__ = True
@@ -239,7 +250,7 @@ class World:
                     if message is None and self._ends[rank] in moved and self._channels[rank].fileno() not in moved:
                         raise EOFError  # it has ended, and nothing that it sent is left
                 except EOFError:
-                    dead[rank] = (how_it_ended(self._processes[rank], rank, self._directory, TO_END), None)
+                    dead[rank] = (how_it_ended(self._processes[rank], rank, self._directory, self._said, TO_END), None)
                     continue
                 except GarbledError:
                     answers[rank] = unusable("wrote to the socket of its answers")

@@ -168,6 +168,12 @@ def reads_nowhere() -> None:
     ctypes.string_at(0)
 
 
+@fails("was killed by SIGABRT: no such shard$")
+def aborts() -> None:
+    os.write(2, b"terminate called after throwing an instance of 'std::runtime_error'\n  what():  no such shard\n")
+    os.abort()
+
+
 @fails("exited with 4$")
 def ends_with_a_daemon_left() -> None:
     if os.fork() == 0:
