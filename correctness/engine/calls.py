@@ -5,6 +5,7 @@ Each family's own `RunningCall` checks a call's results.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -89,6 +90,8 @@ class RunningCall:
         self.results: dict[str, Tensor] = {}
         self.kept: dict[str, Tensor] = {}
         """Copies of the results, made when the call returned."""
+        self._hooked: Counter[int] = Counter()
+        """How often a hook on each argument has run, by position."""
 
     @property
     def needs_nothing(self) -> bool:
@@ -101,13 +104,28 @@ class RunningCall:
         raise NotImplementedError
 
     def called(self, function: Callable[..., Any], *tensors: Tensor) -> Any:
-        """Call the function; if the call is checkpointed, forward runs once more in backward."""
+        """Call the function; if the call is checkpointed, forward runs once more in backward. Every second call has
+        hooks on its arguments."""
+        for position, x in enumerate(tensors if self.call.seed & 4 else ()):
+            if x.requires_grad:
+                x.register_hook(lambda _, position=position: self._hooked.update([position]))
         if self.call.backward == AFTER_A_CHANGE:
             with torch.compiler.set_stance("force_eager"):  # the compiler saves views, which hide a change
                 return function(*tensors)
         if not (self.call.checkpointed and self.waits):
             return function(*tensors)
         return checkpoint(function, *tensors, use_reentrant=self.call.backward == "backward")
+
+    def complete(self) -> None:
+        """Run backward; in each pass a hook on an argument sees one gradient, the whole one."""
+        self._hooked.clear()
+        self.backward()
+        passes = 2 if self.call.backward == "twice" else 1
+        for position, times in self._hooked.items():
+            assert times <= passes, (
+                f"of {self.call}: a hook on argument {position} has run {times} times in {passes} backward pass"
+                f"{'es' * (passes > 1)}: it sees parts of the gradient, or one twice"
+            )
 
     def mode_of_backward(self) -> AbstractContextManager[object]:
         device = next(iter(self.memory.values())).device.type
@@ -217,14 +235,14 @@ def play(
             continue
         look(calls, "after a forward")
         if calls[-1].waits and not call.later:
-            calls[-1].backward()
+            calls[-1].complete()
             look(calls, "after a backward")
         if not calls[-1].waits:
             calls[-1].spend()
             look(calls, "after results of a call were overwritten")
     for each in reversed(calls):
         if each.waits:
-            each.backward()
+            each.complete()
             look(calls, "after a backward")
     overwrite(calls, write)
     look(calls, "after the inputs were overwritten")

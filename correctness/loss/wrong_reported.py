@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from correctness.loss.textbook import Fused, loss_and_gradients, of_logits, of_terms, scaled
 from correctness.support.planting import defect
-from impl.loss import eager_loss
+from impl.loss import eager_loss, product_dtype
 from impl.loss.eager import summed_loss
 
 
@@ -181,3 +181,33 @@ class _WithoutNaN(Fused):
 def gradients_without_nan(*terms: Any) -> Tensor:
     """Backward gives zeros for what is not finite: a loss scaler sees no overflow."""
     return _WithoutNaN.apply(*terms)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *terms: Any) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.terms, ctx.product = terms, product_dtype(hidden, weight)
+        return _Recomputed.mean(ctx, hidden, weight)
+
+    @staticmethod
+    def mean(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        targets, *options = ctx.terms
+        with torch.autocast(hidden.device.type, enabled=False):
+            total = summed_loss(hidden.to(ctx.product), weight.to(ctx.product), targets, *options)
+        return total / (targets != options[0]).sum().clamp(min=1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with torch.enable_grad():
+            by = [x for x in ctx.saved_tensors if x.requires_grad]
+            found = iter(torch.autograd.grad(_Recomputed.mean(ctx, *ctx.saved_tensors), by, grad))
+        return *(next(found) if needed else None for needed in ctx.needs_input_grad[:2]), None, None, None, None
+
+
+@defect(cause="gradients", caught_by="test_any_history_of_calls")
+@of_terms
+def differentiates_by_the_callers_tensors(*terms: Any) -> Tensor:
+    """unslothai/unsloth-zoo#892: backward recomputes with the caller's own tensors, whose hooks run there too."""
+    return _Recomputed.apply(*terms)

@@ -42,6 +42,7 @@ class Attention(Protocol):
       `torch.inference_mode()`, and torch's default dtype changes nothing.
       Backward may run in another thread.
     - An output's gradient that is not finite, or too large, makes gradients that are not finite.
+    - In a backward pass the caller's hooks on inputs run once, of whole gradients.
     - A second derivative, of one input alone too, a second backward pass, or one after an input or the output has
       changed in place, is right or raises an error.
     - Calls leave nothing behind. A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the

@@ -34,6 +34,7 @@ class Layers(Protocol):
     - Calls are independent: no argument and no gradient that backward is given changes, nothing that a call returned
       changes later, and other calls, in `torch.inference_mode()` too, may come before one and between its forward and
       its backward, which may run in another thread. Neither autocast nor torch's default dtype changes anything.
+    - In a backward pass the caller's hooks on arguments run once, of whole gradients.
     - A second derivative, of one argument alone too, a second backward pass, or one after an argument or a result has
       changed in place, is right or raises an error. Calls leave nothing behind.
     - A result's gradient that is not finite, or too large, makes gradients that are not finite, as in eager.

@@ -33,6 +33,7 @@ class Loss(Protocol):
       `torch.inference_mode()`, and torch's default dtype changes nothing.
       Backward may run in another thread. A loss's gradient that is not finite, or too large, makes gradients that are
       not finite.
+    - In a backward pass the caller's hooks on inputs run once, of whole gradients.
     - A second derivative, of one input alone too, a second backward pass, or one after an input or the loss has changed
       in place, is right or raises an error.
     - A NaN in a token whose target counts makes the loss NaN. Calls leave nothing behind.
