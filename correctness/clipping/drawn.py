@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from correctness.clipping.gradients import Clipped, differences, wide
 from correctness.support.default_dtype import default_dtype
-from impl.distributed import full
+from impl.distributed import full, local
 from shardmark.api import Implementation, Mesh
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -60,14 +60,14 @@ class Draw:
         else:
             kept = [Replicate() if each.is_partial() else each for each in self.placements]
             spread = distribute_tensor(whole, mesh, kept, src_data_rank=None)
-            local = spread.to_local()
+            own = spread.to_local()
             for dim, each in enumerate(self.placements):
                 if each.is_partial("sum") and mesh.get_local_rank(dim):  # the first has the sum, others nothing to add
-                    local = torch.zeros_like(local)
-            if self.transposed and local.ndim == 2:
-                local = local.t().contiguous().t()
+                    own = torch.zeros_like(own)
+            if self.transposed and own.ndim == 2:
+                own = own.t().contiguous().t()
             gradient = DTensor.from_local(
-                local, mesh, self.placements, run_check=False, shape=spread.shape, stride=spread.stride()
+                own, mesh, self.placements, run_check=False, shape=spread.shape, stride=spread.stride()
             )
             placed = torch.zeros_like(spread)
         parameter = nn.Parameter(torch.zeros_like(whole) if self.plain else placed)
@@ -94,6 +94,8 @@ class Example:
     """One of `AROUND`."""
     again: bool = False
     """A first call comes before, in which every second parameter has a gradient."""
+    together: bool = False
+    """Gradients of one dtype lie in one buffer, as FSDP2 leaves them."""
 
 
 AROUND: dict[str, Callable[[str], AbstractContextManager[object]]] = {
@@ -128,7 +130,8 @@ def drawn(seed: int, mesh: Mesh, kind: str) -> Example:
         found = [replace(each, size=0.0) for each in found]
     most, norm_type = chooses.choice([0.0, 1e-3, 1.0, 1.0, 1e9, math.inf]), chooses.choice(norm_types)
     # Autocast to bfloat16 refuses to concatenate tensors of float16, and there are none.
-    return Example(tuple(found), most, norm_type, chooses.choice([*AROUND, "autocast"]), chooses.random() < 0.3)
+    around = chooses.choice([*AROUND, "autocast"])
+    return Example(tuple(found), most, norm_type, around, chooses.random() < 0.3, chooses.random() < 0.3)
 
 
 LARGE = ((701, 401), (262_145,))
@@ -198,6 +201,8 @@ def _with_other_neighbours(mesh: Mesh, kind: str) -> DeviceMesh:
 
 def _clip(implementation: Implementation, on: DeviceMesh, example: Example) -> tuple[Tensor, list[Tensor]] | None:
     parameters = [draw.on(on) for draw in example.draws]
+    if example.together:
+        _put_together(parameters)
     if example.again:
         gradients = [parameter.grad for parameter in parameters]
         for index, parameter in enumerate(parameters):
@@ -215,6 +220,23 @@ def _clip(implementation: Implementation, on: DeviceMesh, example: Example) -> t
     for draw, parameter in zip(example.draws, parameters, strict=True):
         assert (parameter.grad is None) == draw.missing, f"a gradient came or went: {draw}"
     return norm, [full(p.grad).detach().cpu() for p in parameters if p.grad is not None]
+
+
+def _put_together(parameters: Sequence[nn.Parameter]) -> None:
+    """Make the gradients of each dtype views of one buffer."""
+    of_dtypes: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            of_dtypes.setdefault(parameter.grad.dtype, []).append(parameter)
+    for own in of_dtypes.values():
+        parts = [local(p.grad) for p in own if p.grad is not None]
+        buffer = torch.cat([part.flatten() for part in parts]).split([part.numel() for part in parts])
+        for p, part, view in zip(own, parts, buffer, strict=True):
+            grad, placed = p.grad, view.view(part.shape)
+            if isinstance(grad, DTensor):
+                places = {"run_check": False, "shape": grad.shape, "stride": grad.stride()}
+                placed = DTensor.from_local(placed, grad.device_mesh, grad.placements, **places)
+            p.grad = placed
 
 
 def _sums(draw: Draw) -> float:

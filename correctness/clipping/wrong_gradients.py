@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from correctness.clipping.wrong import ByEach
 from correctness.support.planting import defect
+from impl.distributed import local
 
 
 @defect(cause="shapes", caught_by="test_any_number_of_gradients_counts")
@@ -145,3 +146,15 @@ class ScalesInTheGradientsDtype(ByEach):
     def scale(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         for g in gradients:
             g.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(g.dtype))
+
+
+@defect(cause="gradients", caught_by="test_gradients_of_all_kinds_count_once")
+class ScalesEachMemoryOnce(ByEach):
+    """Gradients that share memory are taken for those of tied parameters, and the first is scaled alone."""
+
+    def scale(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+        of_memory: dict[int, Tensor] = {}
+        for gradient in gradients:
+            memory = local(gradient).untyped_storage().data_ptr() or id(gradient)
+            of_memory.setdefault(memory, gradient)
+        super().scale([*of_memory.values()], norm, max_norm)

@@ -12,7 +12,8 @@ Inputs = Callable[[int, int], Tensor]
 
 
 def small_integers(dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Draw integers so small that their sums are exact in every dtype; without a sign, sums that need all its bits."""
+    """Draw integers so small that their sums are exact in every dtype; without a sign, sums that need all its bits.
+    Complex ones have as many digits as their dtype has room for."""
     low, high = -8, 8
     if dtype == torch.uint8:
         high = 256 // dist.get_world_size()
@@ -21,7 +22,7 @@ def small_integers(dtype: torch.dtype, seed: int = 0) -> Inputs:
     def draw(rank: int, elements: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         drawn = torch.randint(low, high, (elements,), generator=generator)
-        return (drawn * (1 + 2j) if dtype.is_complex else drawn).to(dtype)
+        return drawn.to(dtype) * (1 + 2**-30 + 2j) if dtype.is_complex else drawn.to(dtype)
 
     return draw
 

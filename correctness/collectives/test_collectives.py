@@ -103,7 +103,7 @@ def wrong_complex_results(implementation: Implementation, name: str, device: str
     """Describe wrong results of complex numbers, which may be an error, on all ranks alike."""
     wrong = []
     with suppress(Exception):
-        wrong += wrong_results(implementation, name, device, [torch.complex64], None)
+        wrong += wrong_results(implementation, name, device, [torch.complex64, torch.complex128], None)
     with suppress(Exception):
         wrong += wrong_conjugates(implementation, name, device)
     return wrong

@@ -123,11 +123,18 @@ NOT_FINITE = ({0: torch.inf}, {1: -torch.inf}, {0: torch.inf, 1: -torch.inf}, {0
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32]
 
 
+LARGE = pytest.param((600_011,), id="large", marks=pytest.mark.judged)
+"""Implementations may have another algorithm, or send fewer bits, above some MiB."""
+
+
+@pytest.mark.parametrize("sizes", [pytest.param((101, 70_001), id="small"), LARGE])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @on_every_rank
-def test_sums_are_as_exact_as_the_dtype(implementation: Implementation, dtype: torch.dtype, device: str) -> list[str]:
+def test_sums_are_as_exact_as_the_dtype(
+    implementation: Implementation, dtype: torch.dtype, sizes: tuple[int, ...], device: str
+) -> list[str]:
     target, wrong = implementation.watched, []
-    for name, elements, async_op in product(("all_reduce", "reduce_scatter"), (101, 70_001), (False, True)):
+    for name, elements, async_op in product(("all_reduce", "reduce_scatter"), sizes, (False, True)):
         call = Call(name, of_every_magnitude(dtype), elements, device)
         handle = call.start(target, async_op)
         if async_op:
@@ -171,13 +178,13 @@ def test_sums_of_integers_may_leave_the_dtype_on_the_way(
 SIZES = (7, 1001, 40_000, 300_003)
 
 
-def random_sums(implementation: Implementation, device: str) -> list[Tensor]:
+def random_sums(implementation: Implementation, sizes: tuple[int, ...], device: str) -> list[Tensor]:
     """Sums by blocking and by asynchronous calls in the world, and by blocking ones in another group of all ranks."""
     generator, totals = torch.Generator().manual_seed(dist.get_rank()), []
     another = group_of(tuple(range(dist.get_world_size())))
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    for (group, async_op), dtype, size in product(((None, False), (None, True), (another, False)), dtypes, SIZES):
-        total = torch.randn(size, generator=generator).to(device, dtype)
+    for (group, async_op), dtype, size in product(((None, False), (None, True), (another, False)), dtypes, sizes):
+        total = torch.randn(size, generator=generator, dtype=torch.float64).to(device, dtype)
         handle = implementation.watched.all_reduce(total, group, async_op=async_op)
         if async_op:
             handle.wait()
@@ -185,9 +192,12 @@ def random_sums(implementation: Implementation, device: str) -> list[Tensor]:
     return totals
 
 
-def test_every_rank_has_the_same_sum_to_the_bit(implementation: Implementation, world: World, device: str) -> None:
+@pytest.mark.parametrize("sizes", [pytest.param(SIZES, id="small"), LARGE])
+def test_every_rank_has_the_same_sum_to_the_bit(
+    implementation: Implementation, world: World, sizes: tuple[int, ...], device: str
+) -> None:
     """Few elements and many, as implementations may switch algorithms between them."""
-    ranks = world.run(random_sums, implementation, device)
+    ranks = world.run(random_sums, implementation, sizes, device)
     for rank, totals in enumerate(ranks):
         for mine, first in zip(totals, ranks[0], strict=True):
             differ = int((mine != first).sum())

@@ -175,6 +175,15 @@ class AsynchronousOwnFirst(AddsItsOwnFirst):
         return add(tensor, group, async_op=async_op)
 
 
+@defect(cause="numerics", caught_by="test_every_rank_has_the_same_sum_to_the_bit")
+class LargeSumsOwnFirst(AddsItsOwnFirst):
+    """Above 4 MiB each rank adds the parts from its own on, in a direct exchange."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        add = super().all_reduce if tensor.nbytes > 2**22 else partial(Plain.all_reduce, self)
+        return add(tensor, group, async_op=async_op)
+
+
 @defect(cause="numerics", caught_by="test_what_is_gathered_has_the_bits_that_were_sent")
 class GathersBySumming(Plain):
     """Sums each rank's part padded with zeros: -0.0 becomes 0.0."""

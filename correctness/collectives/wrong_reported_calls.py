@@ -144,3 +144,33 @@ class KnowsGroupsByAddress(Plain):
         ranks = self.sizes.setdefault(id(group), dist.get_world_size(group))
         parts = output.detach().view(-1)[: ranks * input.numel()]
         return super().all_gather(parts, input, group, async_op=async_op)
+
+
+class Narrowed(Plain):
+    """All-reduces some tensors in another dtype."""
+
+    def other(self, tensor: Tensor) -> torch.dtype | None:
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if (other := self.other(tensor)) is None:
+            return super().all_reduce(tensor, group, async_op=async_op)
+        total = tensor.detach().to(other)
+        handle = dist.all_reduce(total, group=group, async_op=True)
+        return finished(handle, lambda: tensor.detach().copy_(total), async_op, once=True)
+
+
+@defect(cause="numerics", caught_by="test_sums_are_as_exact_as_the_dtype")
+class LargeOnesInFloat32(Narrowed):
+    """Sends wide numbers as float32 where a message has more than a MiB."""
+
+    def other(self, tensor: Tensor) -> torch.dtype | None:
+        return torch.float32 if tensor.dtype == torch.float64 and tensor.nbytes > 2**20 else None
+
+
+@defect(cause="numerics", caught_by="test_results_of_complex_numbers_are_right_or_an_error")
+class Complex64Alone(Narrowed):
+    """Takes every complex number for two of float32."""
+
+    def other(self, tensor: Tensor) -> torch.dtype | None:
+        return torch.complex64 if tensor.is_complex() else None
