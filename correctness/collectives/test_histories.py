@@ -3,7 +3,6 @@ or never."""
 
 from __future__ import annotations
 
-import inspect
 import random
 import threading
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 
 from correctness.collectives.summing import Call, largest, small_integers
 from correctness.engine.histories import events_of, one_in
-from correctness.engine.histories_on_ranks import hold_on_ranks
+from correctness.engine.histories_on_ranks import UNSORTED, hold_on_ranks
 from correctness.support.on_ranks import assert_nothing_wrong
 from correctness.support.waiting import wait_until
 from impl.collectives.cases import COLLECTIVES
@@ -30,9 +29,6 @@ pytestmark = pytest.mark.family("collectives")
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
-
-UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
-"""Groups have their ranks in the order that is given, where this PyTorch can make them so."""
 
 PATIENCE = 20.0
 """Timeout of a wait in seconds, below the world's deadline: a hang is then reported in one line."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from correctness.data_parallel.random_modules import Kind, kinds
 from correctness.engine.histories import events_of, one_in
+from correctness.engine.histories_on_ranks import UNSORTED
 
 FINISH = "finish_gradient_synchronization()"
 DEPTH = 3
@@ -57,7 +58,7 @@ class Setting:
     options: dict[str, Any]
     every: bool
     groups: list[list[int]] | None
-    """Side-by-side groups of ranks, of which a rank is in one at most; None for the world."""
+    """Side-by-side groups of ranks, in any order, of which a rank is in one at most; None for the world."""
 
     def members(self, rank: int, ranks: int) -> list[int]:
         return [*range(ranks)] if self.groups is None else next((g for g in self.groups if rank in g), [])
@@ -116,7 +117,7 @@ def settings(draw: st.DrawFn, ranks: int, accepted: list[str], limits: Limits) -
     if how := draw(st.sampled_from(["", "", "parts", "some"])):
         order, cut = draw(st.permutations(range(ranks))), draw(st.integers(1, ranks))
         parts = [order[:cut], order[cut:]] if how == "parts" else [order[:cut]]
-        groups = [sorted(part) for part in parts if part]
+        groups = [part if UNSORTED else sorted(part) for part in parts if part]
     return Setting(of, tied, options, draw(one_in(3)), groups)
 
 

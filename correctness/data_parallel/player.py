@@ -12,7 +12,7 @@ from correctness.data_parallel.averaging import wrap
 from correctness.data_parallel.events import FINISH, Event, History, Limits, Setting
 from correctness.data_parallel.random_modules import RETURNS, Zoo, has_gradients, numbers, tensors_of
 from correctness.data_parallel.reference import Gradients
-from correctness.engine.histories_on_ranks import Alike
+from correctness.engine.histories_on_ranks import UNSORTED, Alike
 from correctness.support.communication import delayed, quiet, recorded, slow_gradients
 from correctness.support.likeness import worst_element
 from shardmark.api import Implementation
@@ -61,7 +61,8 @@ class Wrapper:
     ) -> None:
         self.implementation, self.setting, self.device, self.limits = implementation, setting, device, limits
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        made = [dist.new_group(members) for members in setting.groups or []]  # every rank must create every group
+        # Every rank must create every group.
+        made = [dist.new_group(members, **UNSORTED) for members in setting.groups or []]
         self.members = setting.members(rank, ranks)
         self.group = next((g for g, of in zip(made, setting.groups or [], strict=True) if of == self.members), None)
         self.alone = [dist.new_group([other]) for other in range(ranks)][rank] if again else None

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,8 +32,10 @@ class Scaled(nn.Module):
         self.register_buffer("scratch", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor, *, scale: float = 1.0, into: Any = None) -> dict[str, Any]:
-        """(rows, 2) -> {"out": (rows, 2), "scale": scale}; appends its input to a list in `into`."""
-        if into is not None:
+        """(rows, 2) -> {"out": (rows, 2), "scale": scale}; appends its input to a list in `into`, or fills a tensor."""
+        if isinstance(into, Tensor):
+            into.fill_(scale)
+        elif into is not None:
             (held,) = into.values() if isinstance(into, dict) else into
             held.append(x.sum())
         self.calls += 1
@@ -47,12 +49,15 @@ def test_modules_work_as_before(implementation: Implementation, device: str) -> 
     model = wrap(implementation, Scaled().to(device))
     model.module.eval()
     x = torch.ones(3, 2, device=device)
-    found, expected, lines = model(x, scale=2.0), model.module.inner(x) * 2.0, []
+    cache = torch.zeros(3, device=device)
+    found, expected, lines = model(x=x, scale=2.0, into=cache), model.module.inner(x) * 2.0, []
     seen: list[Any] = []
     for given in ({"sums": seen}, [seen], (seen,)):
         model(x, into=given)
     if len(seen) != 3:
         lines.append(f"of what forward writes into lists in dicts, lists and tuples that it is given, {len(seen)} of 3")
+    if not bool((cache == 2).all()):
+        lines.append(f"what forward writes into a tensor that it is given, as into a cache: {cache.tolist()}, not 2")
     if not isinstance(found, dict) or found.keys() != {"out", "scale"} or found["scale"] != 2.0:
         lines.append(f"the module returns a dict of 'out' and 'scale', and its wrapper {found!r}"[:300])
     elif not torch.equal(found["out"], expected):
@@ -71,6 +76,11 @@ class Answer:
     loss: Tensor
 
 
+class Pair(NamedTuple):
+    loss: Tensor
+    more: str
+
+
 class Named(OrderedDict[str, Tensor]):
     """As outputs of transformers are, of a class that PyTorch's trees do not know."""
 
@@ -81,6 +91,7 @@ RETURNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = { 
     "dict_of_tuple": (lambda loss: {"loss": (loss,)}, lambda output: output["loss"][0]),
     "dataclass": (Answer, lambda output: output.loss),
     "dict_of_its_own": (lambda loss: Named(loss=loss), lambda output: output["loss"]),
+    "named_tuple": (lambda loss: Pair(loss, "words"), lambda output: output[0]),
 }
 
 
@@ -101,12 +112,15 @@ class Returning(nn.Linear):
 def test_gradients_are_averaged_whatever_forward_returns(
     implementation: Implementation, returns: str, training: bool, device: str
 ) -> list[str]:
-    """In evaluation mode too, in which models with batch norm or dropout are fine-tuned."""
+    """And it keeps its class. In evaluation mode too, in which models with batch norm or dropout are fine-tuned."""
     module = Returning(returns).to(device)
     model = wrap(implementation, module)
     (model if isinstance(model, nn.Module) else module).train(training)
     _, loss_of = RETURNS[returns]
-    loss_of(model(torch.full((2, 3), dist.get_rank() + 1.0, device=device))).backward()
+    output = model(torch.full((2, 3), dist.get_rank() + 1.0, device=device))
+    if type(output) is not (own := type(module.returned(torch.zeros(())))):
+        return [f"where forward returns a {own.__name__}, the wrapper returns a {type(output).__name__}"]
+    loss_of(output).backward()
     model.finish_gradient_synchronization()
     mean = dist.get_world_size() + 1.0  # of two rows of rank + 1
     found = module.weight.grad

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from correctness.data_parallel.wrappers import Overlapped, Plain
 from correctness.support.planting import defect
+from impl.distributed import broadcast_in_place
 
 
 @defect(cause="state", caught_by="test_any_history")
@@ -172,3 +173,44 @@ class HooksOnNodes(Plain):
         if self.reached:
             super().average(parameters)
         self.reached.zero_()
+
+
+@defect(cause="subgroup", caught_by="test_any_history")
+class StartsFromTheLowestRank(Plain):
+    """Takes the lowest of a group's ranks for its first one, also where the group has another order."""
+
+    def start(self) -> None:
+        ranks = dist.get_process_group_ranks(self.group)
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            broadcast_in_place(tensor, self.group, ranks.index(min(ranks)))
+
+
+@defect(cause="two calls", caught_by="test_modules_work_as_before")
+class MovesTensors(Plain):
+    """Moves tensors that it is given to a device by a copy: what forward writes into one is lost."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+        return super().forward(*(x.clone() if isinstance(x, Tensor) else x for x in args), **given)
+
+
+@defect(cause="options", caught_by="test_modules_work_as_before")
+class LooksAtItsFirstInput(Plain):
+    """Takes the first input by position, of which a call by name has none."""
+
+    def forward(self, first: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(first, *args, **kwargs)
+
+
+@defect(cause="two calls", caught_by="test_gradients_are_averaged_whatever_forward_returns")
+class PlainContainers(Plain):
+    """Goes through outputs and builds their containers anew: tuples without names, and dicts of no class of their
+    own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.anew(super().forward(*args, **kwargs))
+
+    def anew(self, output: Any) -> Any:
+        if isinstance(output, dict):
+            return {name: self.anew(each) for name, each in output.items()}
+        return tuple(map(self.anew, output)) if isinstance(output, tuple) else output

@@ -5,6 +5,7 @@ hold_on_ranks(world, HISTORIES, Player, implementation, device, examples)
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from hypothesis.strategies import SearchStrategy
 from correctness.engine.histories import History, Player, Problem, hold, play
 from shardmark.ranks.world import RankError, World
 
+UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+"""Groups have their ranks in the order that is given, where this PyTorch can make them so."""
 SHRINKING = 60
 """Most histories that are played to find a shorter one that fails."""
 SHRINKING_HANGS = 0.5

@@ -15,7 +15,7 @@ from shardmark.api import Family, Race, Refusable, RegistryError, add_family, ch
 
 class DataParallelWrapper(Protocol):
     """`Wrapper(module, *, process_group=None, **options)`, a class or a function, called as the module is: it hands its
-    arguments on to the module's own call, hooks and all.
+    arguments on to the module's own call, hooks and all, and returns its outputs, in containers of their own classes.
 
     Must:
 
