@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from correctness.data_parallel.averaging import wrap
 from correctness.data_parallel.events import FINISH, Event, History, Limits, Setting
-from correctness.data_parallel.random_modules import RETURNS, Zoo, has_gradients, numbers, tensors_of
+from correctness.data_parallel.random_modules import RETURNS, Zoo, has_gradients, numbers, put_together, tensors_of
 from correctness.data_parallel.reference import Gradients
 from correctness.engine.histories_on_ranks import UNSORTED, Alike
 from correctness.support.communication import delayed, quiet, recorded, slow_gradients
@@ -255,6 +255,8 @@ class Wrapper:
                     use.grad = torch.zeros_like(use.grad) if cleared else use.grad.clone()
                 if cleared:
                     each.zero(to_none=False)
+            if draw.random() < 0.5:
+                put_together(self.module.uses)
         elif name == "optimizer step":
             torch.optim.SGD(self.module.parameters(), lr=2**-8).step()
             self.parameters = self._state(self.module.named_parameters())

@@ -79,6 +79,16 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
     return values.clone()
 
 
+def put_together(parameters: Sequence[nn.Parameter]) -> None:
+    """Make the gradients of each dtype views of one buffer, as optimizers do that read them at once."""
+    there = [p for p in dict.fromkeys(parameters) if p.grad is not None]
+    for dtype in dict.fromkeys(p.dtype for p in there):
+        own = [p for p in there if p.dtype == dtype]
+        buffer = torch.cat([p.grad.detach().flatten() for p in own])
+        for p, view in zip(own, buffer.split([p.numel() for p in own]), strict=True):
+            p.grad = view.view(p.shape)
+
+
 class Zoo(nn.Module):
     """Parameters of these kinds, some in a submodule, some under two names, and buffers. The output sums `uses`
     times given weights, so each weight is a gradient, to the bit."""

@@ -214,3 +214,18 @@ class PlainContainers(Plain):
         if isinstance(output, dict):
             return {name: self.anew(each) for name, each in output.items()}
         return tuple(map(self.anew, output)) if isinstance(output, tuple) else output
+
+
+@defect(cause="gradients", caught_by="test_any_history")
+class AveragesEachBufferOnce(Plain):
+    """Takes gradients that share memory for those of tied parameters, and averages the first alone."""
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        seen: set[int] = set()
+        for p in parameters:
+            memory = 0 if p.grad is None else p.grad.untyped_storage().data_ptr()
+            if memory and memory in seen:
+                self.reduce(torch.zeros_like(p).contiguous())  # as other ranks may lack this gradient
+            else:
+                super().average([p])
+            seen.add(memory)
