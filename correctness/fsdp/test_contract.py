@@ -74,7 +74,9 @@ def test_the_random_state_is_the_callers(implementation: Implementation, device:
     """Ranks seed their data and their dropout differently, before they wrap a module."""
     module = make(Odd, 0, device)
     with global_state_stays("wrapping a module"):
-        wrap(implementation, module)
+        model = wrap(implementation, module)
+    with global_state_stays("a step of a module that draws nothing"):
+        synchronized_backward(model, 0, device)
     return ""
 
 

@@ -263,3 +263,12 @@ class NumbersItsState(SmallFSDP):
 
     def load_state_dict(self, state: Any, *args: Any, **options: Any) -> Any:
         return super().load_state_dict({key.removeprefix(self.prefix): x for key, x in state.items()}, *args, **options)
+
+
+@defect(cause="random numbers", caught_by="test_the_random_state_is_the_callers")
+class RoundsAtRandom(SmallFSDP):
+    """Draws how gradients are rounded from the caller's generator: later dropout is another than without it."""
+
+    def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
+        torch.rand(())
+        super().begin_reduce(shard, gradient)

@@ -26,7 +26,7 @@ class FullySharded(Protocol):
     - Wrapping gives every rank the parameters and buffers of the group's first rank. `parameters()` are then, and after
       an evaluation, this rank's shards, in the parameters' own dtype, for any optimizer, which may write their `.data`;
       some may be empty. Several dtypes in one unit may be an error. Modules keep their classes. Wrapping draws no
-      random numbers, and a call draws its module's and no others.
+      random numbers, and a step draws its module's and no others.
     - A call is the module's own: arguments, hooks, outputs (in tuples, lists and dicts too, of which a loss may use
       any, and in subclasses of these and dataclasses, which keep their classes), gradients of inputs. Where a
       unit's inputs or outputs are changed in place it is right, or an error; its forward may run again in backward.
