@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from correctness.engine.histories_on_ranks import Alike
+from correctness.support.global_state import random_state_stays
 from impl.distributed import local
 
 WITHIN = 1e-9
@@ -46,7 +47,8 @@ class Beside:
     def play(self, event: Event) -> None:
         self.after += 1
         if not self.is_refused:
-            getattr(self, event.kind)(event.value)
+            with random_state_stays(f"event {self.after}, {event},"):
+                getattr(self, event.kind)(event.value)
 
     def problem(self) -> str:
         if not self.wrong and any(not torch.equal(result, copy) for result, copy in self.returned):

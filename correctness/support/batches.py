@@ -22,10 +22,11 @@ def packed(rows: int, context: int, random: torch.Generator) -> Tensor:
 
 @contextmanager
 def left_as_they_are(batches: Sequence[Any]) -> Iterator[None]:
-    """Raise ValueError where the block changes tensors of these batches, which are the caller's."""
+    """Raise ValueError where the block changes tensors of these batches, which are the caller's, or lets them need a
+    gradient."""
     before = copy.deepcopy(batches)
     yield
     for number, (was, now) in enumerate(zip(before, batches, strict=True)):
         for one, other in zip(tree_leaves(was), tree_leaves(now), strict=True):
-            if isinstance(one, Tensor) and not one.equal(other):
+            if isinstance(one, Tensor) and not (one.equal(other) and one.requires_grad == other.requires_grad):
                 raise ValueError(f"the step changed micro-batch {number}, which is the caller's: {one} became {other}")

@@ -39,19 +39,31 @@ def settings_stay(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def global_state_stays(what: str) -> Iterator[None]:
-    """Assert that the block draws no random numbers and sets no seed, of PyTorch, Python or NumPy, and that it leaves
-    PyTorch's settings as they are: those that follow are the caller's."""
+def random_state_stays(what: str) -> Iterator[None]:
+    """Assert that the block draws no random numbers and sets no seed, of PyTorch, Python or NumPy."""
 
     def states() -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
     def others() -> dict[str, Any]:
-        return {"Python": random.getstate(), "NumPy": np.random.get_state(legacy=True)[1:3]}  # type: ignore[index]
+        _, keys, place, *_ = np.random.get_state(legacy=True)
+        return {"Python": random.getstate(), "NumPy": (np.asarray(keys).tobytes(), place)}
 
+    outside = torch.get_rng_state()
+    torch.rand(())  # a state that no seed gives
     before, theirs = states(), others()
-    with settings_stay(what):
+    try:
         yield
-    assert all(map(torch.equal, states(), before)), f"{what} moves the random state, or sets a seed"
-    for whose, state in others().items():
-        assert repr(state) == repr(theirs[whose]), f"{what} moves the random state of {whose}, or sets its seed"
+        assert all(map(torch.equal, states(), before)), f"{what} moves the random state, or sets a seed"
+        for whose, state in others().items():
+            assert state == theirs[whose], f"{what} moves the random state of {whose}, or sets its seed"
+    finally:
+        torch.set_rng_state(outside)
+
+
+@contextmanager
+def global_state_stays(what: str) -> Iterator[None]:
+    """Assert that the block draws no random numbers, sets no seed, and leaves PyTorch's settings as they are: what
+    follows is the caller's."""
+    with random_state_stays(what), settings_stay(what):
+        yield

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from correctness.support.batches import left_as_they_are
 from correctness.support.communication import delayed, recorded
-from correctness.tensor_parallel.training import batches, model_of
+from correctness.tensor_parallel.training import KINDS, batches, model_of
 from impl.distributed import full, local
 from impl.mesh import Decoder, DecoderSize, token_losses
 from impl.mesh.decoder import Batch
@@ -110,16 +110,17 @@ def _far(kind: str, device: str = "cpu") -> Batch:
 
 def _far_call(model: nn.Module, loss_of: Callable[..., Tensor], device: str, autocast: bool = False) -> Called:
     """The second of two calls, between which weights change."""
+    batch = _far("biases", device)
     for call in range(2):
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
-            loss = loss_of(*_far("biases", device))
+            loss, logits = loss_of(*batch), model(*batch[:2]).detach().cpu()
         if call == 0:
             for parameter in model.parameters():
                 local(parameter.detach()).mul_(-0.5)
     wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     assert loss.dtype == wide, f"the loss is {loss.dtype}: half precision is too coarse for a sum"
     loss.backward()
-    return Called({"the loss": loss.detach().cpu()}, _gradients(model))
+    return Called({"the loss": loss.detach().cpu(), "the logits": logits}, _gradients(model))
 
 
 def _without_some_words(model: nn.Module, loss_of: Callable[..., Tensor], device: str) -> Called:
@@ -132,7 +133,7 @@ def _without_some_words(model: nn.Module, loss_of: Callable[..., Tensor], device
     return Called({"the loss": loss.detach().cpu()}, _gradients(model))
 
 
-HALF, RULED_OUT = DecoderSize.vocabulary // 2, 12
+HALF, RULED_OUT = KINDS["biases"].size.vocabulary // 2, 12
 """Words 0 to HALF - 1 are ruled out, one rank's, and every RULED_OUT-th from HALF on, the other's first among them."""
 
 
@@ -193,7 +194,7 @@ def _error(own: Mapping[str, Tensor], name: str, right: Tensor) -> float:
 
 def rounding_differences(ranks: Sequence[Called], rounded: Called, right: Called) -> Iterator[str]:
     """A line for each tensor that is further from float64 than four times bfloat16's own error in one process, and than
-    a few roundings of the largest."""
+    a few roundings of the largest, or of another dtype than there."""
     for rank, found in enumerate(ranks):
         for what in ("results", "gradients"):
             own, once, exact = (getattr(each, what) for each in (found, rounded, right))
@@ -201,6 +202,8 @@ def rounding_differences(ranks: Sequence[Called], rounded: Called, right: Called
                 error, allowed = _error(own, name, value), max(4 * _error(once, name, value), 2**-7)
                 if not error <= allowed:
                     yield f"{what} {name} on rank {rank}: off by {error:.3g} of the largest, allowed {allowed:.3g}"
+                elif own[name].dtype != once[name].dtype:
+                    yield f"{what} {name} on rank {rank}: {own[name].dtype}, in one process {once[name].dtype}"
 
 
 def parts_on_rank(implementation: Implementation, mesh: Mesh, device: str) -> dict[str, tuple[int, int, int]]:

@@ -68,7 +68,8 @@ class Dropped:
 
     logits: list[Tensor]
     """Logits of two calls, and of one that shows another dropout."""
-    evaluated: Tensor
+    evaluated: list[Tensor]
+    """Logits in eval mode: of a model set to it, and of one that was in it when it was given."""
     losses: list[Tensor]
     """By the logits of these calls."""
     gradients: list[Tensor]
@@ -97,10 +98,13 @@ def drop_on_rank(implementation: Implementation, mesh: Mesh, place: str, device:
         torch.manual_seed(seed)
         logits.append(other(*inputs))
         evaluated = model.eval()(*inputs).cpu()
+        given_so = implementation.watched(revealing(place, device).eval(), on)(*inputs).cpu()
     model.train()(*inputs, targets)
     state = torch.cuda.get_rng_state() if torch.device(device).type == "cuda" else torch.get_rng_state()
     calls = [each.detach().cpu() for each in logits]
-    return Dropped(calls, evaluated, [loss.detach().cpu() for loss in losses], gradients, state.numpy().tobytes())
+    return Dropped(
+        calls, [evaluated, given_so], [loss.detach().cpu() for loss in losses], gradients, state.numpy().tobytes()
+    )
 
 
 def _other(place: str, device: str) -> tuple[str, str, int]:
@@ -144,8 +148,9 @@ def complaints(ranks: Sequence[Dropped], mesh: Mesh, place: str) -> Iterator[str
     """A line for each way in which the ranks' dropout is not that of one process."""
     drawn: dict[bytes, str] = {}  # what was left in, and of what
     for rank, own in enumerate(ranks):
-        if own.evaluated.std(-1).max() > WITHIN:
-            yield f"rank {rank} leaves values out in evaluation"
+        for logits, when in zip(own.evaluated, ("", ", as the model that it was given is in"), strict=True):
+            if logits.std(-1).max() > WITHIN:
+                yield f"rank {rank} leaves values out in eval mode{when}"
         kept = left_in(place, own.logits[0])
         loss, gradient = in_one_process(place, kept)
         for call, *found in zip(("a call", "one that is recomputed"), own.losses, own.gradients, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +33,7 @@ class Event(beside.Event):
         "evaluate": "a call without autograd, in inference mode if the number is 2 modulo 3",
         "backward": "the backward pass of a waiting call, which goes on waiting if the number is 1 modulo 4",
         "drop": "a waiting call is freed",
+        "fail": "a call with a row of positions too many, whose error the caller takes",
         "step": "each parameter takes a step of its gradient",
         "another": "another model on the same ranks is called and passes back, made anew if the number is even",
     }
@@ -95,7 +97,7 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
     def following() -> Event:
         nonlocal waiting
         kinds = ["losses", "logits", "evaluate", "recompute"] + ["backward"] * 4 * bool(waiting)
-        kinds += ["drop"] * bool(waiting) + ["step", "clear", "zero", "scale", "weights", "mode", "another"]
+        kinds += ["drop"] * bool(waiting) + ["step", "clear", "zero", "scale", "weights", "mode", "another", "fail"]
         kinds += ["freeze"] * 2 * (not usual)
         kind = draw(st.sampled_from(kinds))
         waiting += {"losses": 1, "logits": 1, "recompute": 1, "backward": -1, "drop": -1}.get(kind, 0)
@@ -197,6 +199,11 @@ class Player(beside.ParametersChange):
 
     def recompute(self, value: int) -> None:
         self.waiting.append(self.called(value, with_targets=True, recomputed=True))
+
+    def fail(self, value: int) -> None:
+        tokens, positions, targets = batch_of(value, self.history, self.device)
+        with suppress(Exception):
+            self.model(tokens, torch.cat([positions, positions[:1]]), targets)
 
     def evaluate(self, value: int) -> None:
         with torch.inference_mode() if value % 3 == 2 else torch.no_grad():

@@ -58,6 +58,7 @@ KINDS = {
     "tied": Kind(_sized(tied=True)),
     "fused": Kind(_sized(fused=True), biases=True, output_scale=LARGE),
     "biases": Kind(
+        _sized(vocabulary=600),  # bfloat16 has not every integer above 256
         biases=True,
         frozen=(
             *("layers.0.attention.wo.weight", "layers.0.feed_forward.w1.weight", "layers.1.attention.wk.bias"),

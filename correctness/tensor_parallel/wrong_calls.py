@@ -162,3 +162,42 @@ class KeepsCasts(Planted):
     """NVIDIA-NeMo/Automodel#3606: a weight's cast is kept by where the weight lies, whose updates it does not see."""
 
     products_of = _KeepsCasts
+
+
+@defect(cause="numerics", caught_by="test_bfloat16_is_as_near_as_in_one_process")
+class LogitsInFloat32(Planted):
+    """Logits of a model in bfloat16 are returned in float32, as losses are."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        out = super().forward(tokens, positions, targets)
+        return out if targets is not None else out.to(torch.promote_types(out.dtype, torch.float32))
+
+
+@defect(cause="numerics", caught_by="test_bfloat16_is_as_near_as_in_one_process[TokensInTheModelsDtype-tp2-bfloat16")
+class TokensInTheModelsDtype(Planted):
+    """The batch is sent to all ranks in the model's dtype: bfloat16 has not every integer above 256."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return super().embed(tokens.to(self.tok_embeddings.weight.dtype).long())
+
+
+@defect(cause="random numbers", caught_by="test_any_history_is_that_of_one_process")
+class SeedsWhenItIsMade(Planted):
+    """Ranks are seeded alike when the model is cut, and so is all that the caller draws from then on."""
+
+    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
+        super().__init__(model, mesh)
+        torch.manual_seed(2718)
+
+
+@defect(cause="errors", caught_by="test_any_history_is_that_of_one_process")
+class StaysInACallThatRaised(Planted):
+    """A call notes that it is one, as those within it need no gradient; where it raises, the note stays."""
+
+    is_within = False
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        is_within, self.is_within = self.is_within, True
+        out = super().forward(tokens, positions, targets)
+        self.is_within = is_within
+        return out.detach() if is_within else out

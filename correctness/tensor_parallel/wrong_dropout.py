@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import dropout
 
 from correctness.support.planting import defect
 from correctness.tensor_parallel.wrong import Planted
 from correctness.tensor_parallel.wrong_parts import WithAttention
-from impl.mesh.decoder import causal_attention
+from impl.mesh.decoder import Decoder, causal_attention
 from impl.tensor_parallel import Plain, Sliced
 from impl.tensor_parallel.drawing import drawing_apart
 
@@ -150,3 +151,13 @@ class BeginsAnew(Planted):
     """Each rank has a seed of its own, and draws from its beginning in every layer and call."""
 
     products_of = _FromTheSameState
+
+
+@defect(cause="state", caught_by="test_dropout_leaves_out_what_one_process_might[DropsInNewModules-tp2-att")
+class DropsInNewModules(Planted):
+    """New modules are in training mode, also where those were not that they stand for."""
+
+    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
+        super().__init__(model, mesh)
+        for module in self.modules():
+            module.training = True

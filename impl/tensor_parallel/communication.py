@@ -29,6 +29,11 @@ def summed(x: Tensor, group: Group) -> Tensor:
     return total
 
 
+def with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    """The product and the bias, in the product's dtype, as a linear layer has them under autocast."""
+    return product if bias is None else product + bias.to(product.dtype)
+
+
 class Sum(torch.autograd.Function):
     """The sum of the ranks' summands, which all ranks use alike: g of Shoeybi et al., "Megatron-LM", 2019."""
 

@@ -40,11 +40,12 @@ class Parallelize(Protocol):
     - Frozen parameters keep their values, also those that are frozen or thawed between calls; tied ones stay one.
       Several calls may wait for their backward passes, in any order, of which one that keeps its graph may have more;
       what a call has returned stays as it is. Other calls may come before and between them, without autograd or under
-      `torch.inference_mode()`, and other models' calls.
+      `torch.inference_mode()`, other models' calls, and calls that raise.
     - Dropout draws from the default generators, which ranks of `tp` have in the same state before a call and after it.
       Copies of a value are dropped on all ranks or on none; other tokens, heads and layers draw independently; a call
       that is recomputed drops the same values.
-    - A call leaves its arguments as they are.
+    - A call leaves its arguments as they are, and the model that is returned is in the given one's mode. Nothing moves
+      the random state but dropout.
     - With targets, no rank has the whole logits (Shoeybi et al., "Megatron-LM", 2019).
     - FSDP2 over another axis may be put around the module and its layers, and `torch.utils.checkpoint` around a call.
 

@@ -12,7 +12,7 @@ from torch.nn.functional import pad, rms_norm, silu
 
 from impl.distributed import local
 from impl.mesh.decoder import IGNORED, Attention, Decoder, FeedForward, Layer, causal_attention, of_groups, rotated
-from impl.tensor_parallel.communication import GatherColumns, Group, SumGradient
+from impl.tensor_parallel.communication import GatherColumns, Group, SumGradient, with_bias
 from impl.tensor_parallel.drawing import drawing_apart
 from impl.tensor_parallel.placing import cut, whole
 from impl.tensor_parallel.vocabulary import VocabularyLoss, embedded
@@ -57,7 +57,7 @@ class Products(Protocol):
 def columns(products: Products, x: Tensor, *layers: tuple[Tensor, Tensor | None]) -> list[Tensor]:
     """Column-parallel linear layers of the same input: own parts of each one's weight and bias."""
     outputs = products.column(x, [weight for weight, _ in layers])
-    return [out if bias is None else out + bias for out, (_, bias) in zip(outputs, layers, strict=True)]
+    return [with_bias(out, bias) for out, (_, bias) in zip(outputs, layers, strict=True)]
 
 
 def normalized(products: Products, x: Tensor, norm: nn.RMSNorm) -> Tensor:
@@ -93,6 +93,7 @@ class ParallelAttention(nn.Module):
 
     def __init__(self, attention: Attention, mesh: DeviceMesh, products: Products) -> None:
         super().__init__()
+        self.training = attention.training
         self.products, self.head_dim, self.dropout = products, attention.head_dim, attention.dropout
         self.per_group, self.fused, self.kv_is_cut = attention.per_group, attention.fused, True
         if self.fused:
@@ -155,7 +156,7 @@ class ParallelFeedForward(nn.Module):
 
     def __init__(self, feed_forward: FeedForward, mesh: DeviceMesh, products: Products) -> None:
         super().__init__()
-        self.products = products
+        self.training, self.products = feed_forward.training, products
         self.w1, self.w2 = cut_columns(feed_forward.w1, mesh), cut_rows(feed_forward.w2, mesh)
         self.w3 = cut_columns(feed_forward.w3, mesh)
 
@@ -171,7 +172,7 @@ class ParallelLayer(nn.Module):
         super().__init__()
         if not isinstance(layer.feed_forward, FeedForward):
             raise Unsupported("it cuts no experts")
-        self.products = products
+        self.training, self.products = layer.training, products
         self.attention_norm, self.ffn_norm, self.dropout = layer.attention_norm, layer.ffn_norm, layer.dropout
         for norm in (self.attention_norm, self.ffn_norm):
             norm.weight = whole(norm.weight, mesh)
@@ -192,6 +193,7 @@ class TensorParallelDecoder(nn.Module):
 
     def __init__(self, model: Decoder, mesh: DeviceMesh, products: Products) -> None:
         super().__init__()
+        self.training = model.training
         self.products, self.vocabulary = products, model.output.out_features
         self.first = mesh.get_local_rank() * -(-self.vocabulary // mesh.size())
         """The first row of the vocabulary that is this rank's."""

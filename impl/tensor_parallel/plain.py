@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import dropout, linear
 
 from impl.mesh.decoder import Decoder
-from impl.tensor_parallel.communication import Group, Sum, SumGradient
+from impl.tensor_parallel.communication import Group, Sum, SumGradient, with_bias
 from impl.tensor_parallel.decoder import TensorParallelDecoder
 from shardmark.api import register
 
@@ -28,8 +28,7 @@ class Plain:
         return [linear(x, weight) for weight in weights]
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = self.reduce(linear(x, weight))
-        return out if bias is None else out + bias
+        return with_bias(self.reduce(linear(x, weight)), bias)
 
     def reduce(self, summand: Tensor) -> Tensor:
         return Sum.apply(summand, self.group)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import dropout
 
 from impl.mesh.decoder import Decoder
-from impl.tensor_parallel.communication import Group, ScatterSums, SumGradient, gather, scatter, wait
+from impl.tensor_parallel.communication import Group, ScatterSums, SumGradient, gather, scatter, wait, with_bias
 from impl.tensor_parallel.decoder import TensorParallelDecoder
 from impl.tensor_parallel.drawing import drawing_apart
 from impl.tensor_parallel.plain import parallelize_plain
@@ -101,7 +101,7 @@ class Sliced:
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = RowProduct.apply(*as_autocast(x, weight), self.chunks, self.group)
-        return out if bias is None else out + self.whole(bias)
+        return with_bias(out, None if bias is None else self.whole(bias))
 
     def reduce(self, summand: Tensor) -> Tensor:
         return ScatterSums.apply(summand, self.chunks, self.group)
