@@ -6,7 +6,8 @@ check(implementation, world, history, device)  # every rank beside the unsharded
 
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from math import inf, nan
 from typing import Any
@@ -36,11 +37,20 @@ class Step:
     """Backward and step run under the caller's autocast to bfloat16."""
     lacked: tuple[int, ...] = ()
     """Indices of parameters whose gradients the first rank lacks, where gradients are each rank's own."""
+    sets: Options = field(default_factory=dict)
+    """Options that the closure sets in the first group."""
+    early: tuple[int, ...] = ()
+    """Indices of parameters whose gradients come in an earlier pass in `no_sync`, where they are each rank's own."""
+    in_place: bool = False
+    """Gradients are written into those of the step before, as after `zero_grad(set_to_none=False)`."""
 
     def __str__(self) -> str:
         said = "step(closure)" if self.closure else "step()"
+        said += f" that sets {listed(self.sets)} in group 0" * bool(self.closure and self.sets)
+        said += ", gradients in place" * self.in_place
         said += f", no gradients for parameters {list(self.without)}" * bool(self.without)
         said += f", parameters {list(self.freezes)} frozen after backward" * bool(self.freezes)
+        said += f", gradients of {list(self.early)} in no_sync" * bool(self.early)
         said += f", the first rank lacks gradients of {list(self.lacked)}" * bool(self.lacked)
         return said + ", gradients transposed" * self.transposed + ", under autocast" * self.autocast
 
@@ -55,11 +65,21 @@ class Step:
         def closure() -> float:
             nonlocal calls
             calls += 1
-            training.set_gradients(self.without, self.freezes, self.transposed, self.lacked)
+            set_gradients()
+            training.held[0].update(self.sets)
             return 0.5 + calls
 
+        set_gradients = partial(
+            training.set_gradients,
+            self.without,
+            self.freezes,
+            self.transposed,
+            self.lacked,
+            self.early,
+            in_place=self.in_place,
+        )
         if not self.closure:
-            training.set_gradients(self.without, self.freezes, self.transposed, self.lacked)
+            set_gradients()
             training.optimizer.step()
         else:
             loss = training.optimizer.step(closure)
@@ -89,6 +109,33 @@ class Overflow:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """A step by a `GradScaler`, of gradients times its scale; it leaves out one with an infinite element."""
+
+    is_finite: bool
+
+    def __str__(self) -> str:
+        return f"GradScaler.step(), gradients scaled{'' if self.is_finite else ', one of them infinite'}, zero_grad()"
+
+    def happens(self, training: Training) -> None:
+        training.set_gradients((), (), False)
+        gradients = [p.grad for p in training.parameters if p.grad is not None and p.numel()]
+        if not gradients:
+            return
+        scaler = torch.amp.GradScaler(torch.device(training.device).type, init_scale=4.0)
+        scaler.scale(torch.zeros((), device=training.device))
+        for gradient in gradients:
+            gradient.mul_(4)
+        if not self.is_finite:
+            gradients[0].view(-1)[-1] = inf
+        scaler.step(training.optimizer)
+        scaler.update()
+        if self.is_finite:
+            training.updated |= {i for i, p in enumerate(training.parameters) if p.grad is not None}
+        training.optimizer.zero_grad()  # fused optimizers leave gradients scaled
+
+
+@dataclass(frozen=True)
 class Failure:
     """A step whose closure raises once it has computed gradients, which the user clears."""
 
@@ -106,6 +153,19 @@ class Failure:
             training.optimizer.zero_grad()
         else:
             raise AssertionError("step(closure) must raise what its closure raises")
+
+
+@dataclass(frozen=True)
+class Clear:
+    """Clear gradients, also of parameters that were frozen since."""
+
+    set_to_none: bool
+
+    def __str__(self) -> str:
+        return f"zero_grad(set_to_none={self.set_to_none})"
+
+    def happens(self, training: Training) -> None:
+        training.optimizer.zero_grad(self.set_to_none)
 
 
 @dataclass(frozen=True)
@@ -247,7 +307,7 @@ def _some(n: int, odds: int) -> SearchStrategy[tuple[int, ...]]:
 @st.composite
 def histories(draw: DrawFn, most: int = 9, zero_redundancy: bool = False) -> History:
     """Draw groups, of which one has parameters. `zero_redundancy` leaves out what torch's does wrong: parameters frozen
-    between backward and step, and a group that is not stepped as soon as it is added."""
+    between backward and step, options that a closure sets, and a group that is not stepped as soon as it is added."""
     optimizer, defaults = draw(st.sampled_from(list(DRAWN.values())))
     values = {"lr": [0.0, 0.01, 0.3], "weight_decay": [0.0, 0.2], **OWN_OPTIONS[optimizer]}
     options = st.fixed_dictionaries({}, optional={name: st.sampled_from(each) for name, each in values.items()})
@@ -260,16 +320,22 @@ def histories(draw: DrawFn, most: int = 9, zero_redundancy: bool = False) -> His
         for shapes in (st.lists(st.sampled_from(SHAPES), min_size=n, max_size=4) for n in (0, 1))
     )
     wide, half = torch.float64, torch.bfloat16
+    if optimizer in (torch.optim.SGD, Wide) and draw(one_in(2)):
+        half = torch.float16  # Adam's eps is zero in it
     dtypes = draw(st.sampled_from([[wide], [wide], [wide, torch.float32], [half], [half, wide]]))
     averages = dtypes == [wide] and draw(one_in(3))  # of noise that would be rounded in other dtypes
     frozen = st.just(()) if zero_redundancy or averages else st.just(()) | st.just(()) | _some(8, 3)
-    lacked = _some(6, 5) if averages else st.just(())
-    steps = st.builds(Step, st.just(()) if averages else _some(6, 5), one_in(3), frozen, transposed, one_in(4), lacked)
+    lacked, early = (_some(6, n) if averages else st.just(()) for n in (5, 3))
+    sets = st.just({}) if zero_redundancy else st.just({}) | options
+    in_place = st.just(False) if averages else one_in(3)
+    without = st.just(()) if averages else _some(6, 5)
+    steps = st.builds(Step, without, one_in(3), frozen, transposed, one_in(4), lacked, sets, early, in_place)
     changes = st.builds(Change, st.integers(0, 2), options)
     rare = [st.builds(Add, groups), st.just(Reload()), st.just(Save()), st.just(Restore()), st.just(Clamp())]
     # Fused AdamW on CPU: its maximum of NaN and a number differs between the vectorized loop and the remainder.
     overflows = st.builds(Overflow, st.just(inf) if defaults.get("fused") else st.sampled_from([inf, nan]))
-    rare += [st.just(Failure()), *[overflows] * (not averages)]
+    scaled = [st.builds(Scaled, st.booleans())] * (not averages and half != torch.float16)  # whose scale it refuses
+    rare += [st.just(Failure()), st.builds(Clear, st.booleans()), *scaled, *[overflows] * (not averages)]
     rare += [changes, changes, st.builds(Freeze, st.integers(0, 7))]
     kinds = [*[steps] * 7, *rare]
     in_groups = draw(one_in(3))

@@ -15,6 +15,7 @@ from correctness.engine.histories_on_ranks import even_and_odd_ranks, play_on_ra
 from correctness.sharded_optimizer.events import Save
 from correctness.sharded_optimizer.training import Checkpoint, History, Make, Training, unsharded
 from correctness.support.exact import exact
+from correctness.support.global_state import random_state_stays
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 
@@ -51,7 +52,8 @@ class Beside:
         self.before = self.expected.values()
         for training in (self.expected, self.found):
             training.state = None
-            event.happens(training)
+            with random_state_stays(str(event)):
+                event.happens(training)
 
     def problem(self) -> str:
         wanted = self.expected.values()

@@ -239,16 +239,21 @@ def test_a_rank_holds_nothing_large_outside_of_tensors(
 
 @on_every_rank
 def test_a_rate_in_a_tensor_is_read_in_each_step(implementation: Implementation, device: str) -> list[str]:
-    """Compiled and captured steps have their learning rate in a tensor, which a scheduler fills."""
+    """Compiled and captured steps have their learning rate in a tensor, which a scheduler fills, also after loading."""
     shapes = (5, 3), (7,)
     found, expected = parameters(device, *shapes), parameters(device, *shapes)
     rates = [torch.tensor(0.1, dtype=torch.float64) for _ in range(2)]
     sharded = implementation.watched(found, torch.optim.Adam, lr=rates[0], foreach=False)
     whole = torch.optim.Adam(expected, lr=rates[1], foreach=False)
-    for step in range(3):
-        for params, optimizer in ((found, sharded), (expected, whole)):
+    for step in range(5):
+        for params, optimizer, rate in ((found, sharded, rates[0]), (expected, whole, rates[1])):
             set_gradients(params, step)
             optimizer.step()
+            if step == 0:
+                rate.mul_(0.5)  # the caller's own tensor, which is the option
+                continue
+            if step == 2:
+                optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
             for group in optimizer.param_groups:
                 group["lr"].mul_(0.5)
         off = max(float((x - y).abs().max()) for x, y in zip(found, expected, strict=True))

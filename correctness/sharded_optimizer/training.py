@@ -128,27 +128,45 @@ class Training:
         return self.make(bare, self.history.optimizer, **self.history.defaults | {"lr": 7.0})
 
     def set_gradients(
-        self, without: tuple[int, ...], freezes: tuple[int, ...], transposed: bool, lacked: tuple[int, ...] = ()
+        self,
+        without: tuple[int, ...],
+        freezes: tuple[int, ...],
+        transposed: bool,
+        lacked: tuple[int, ...] = (),
+        early: tuple[int, ...] = (),
+        in_place: bool = False,
     ) -> None:
         """Draw a gradient for each parameter but those `without`; freeze the parameters `freezes` afterwards. Where
-        gradients are each rank's own, the first of several ranks has none of the parameters `lacked`."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        gradients are each rank's own, the first of several ranks has none of the parameters `lacked`, and those of
+        `early` come in a pass of their own, in `no_sync`; those with an even index come in both. With `in_place`
+        a gradient is written into the one that is there."""
+        losses = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in range(2)]
         for i, p in enumerate(self.parameters):
             grad = torch.randn(p.shape, generator=self.draw, dtype=torch.float64).to(p)
             noise = torch.randn(p.shape, generator=self.draw, dtype=torch.float64) if self.history.averages else grad
             grad = laid_out(grad, "transposed") if transposed else grad.contiguous()
+            kept = p.grad if in_place else None
             p.grad = grad if p.requires_grad and i not in without else None
+            if kept is not None and p.grad is not None:
+                p.grad = kept.copy_(grad)
             if self.place is not None and p.grad is not None:
                 rank, ranks = self.place
                 own = grad + (rank - (ranks - 1) / 2) * noise.to(p)
                 if ranks > 1 and i in lacked:
                     own = grad * ranks / (ranks - 1) if rank else None
-                loss = loss if own is None else loss + (p * own).sum()
+                of_each = (1.0, 0.0) if i not in early else (0.0, 1.0) if i % 2 else (0.25, 0.75)
+                for which, share in enumerate(of_each):
+                    if own is not None and share:
+                        losses[which] = losses[which] + share * (p * own).sum()
                 p.grad = None
             if i in freezes:
                 p.requires_grad_(False)
-        if loss.requires_grad:
-            loss.backward()
+        last, first = losses
+        if first.requires_grad:
+            with self.optimizer.no_sync():  # type: ignore[attr-defined]
+                first.backward()
+        if last.requires_grad:
+            last.backward()
         if self.place is not None:
             self.optimizer.finish_gradient_synchronization()  # type: ignore[attr-defined]
 

@@ -1,5 +1,7 @@
 """Planted defects of sharded optimizers that show by gradients that a rank lacks, by few bits and under autocast."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -7,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from correctness.sharded_optimizer.simple_zero import SimpleZero
+from correctness.sharded_optimizer.simple_zero import Group, SimpleZero
 from correctness.support.planting import defect
 
 HISTORY = "test_any_history_is_as_without_sharding"
@@ -19,6 +21,9 @@ class Averages(SimpleZero):
     def __init__(self, *args: Any, average_gradients: bool = False, **options: Any) -> None:
         self.averages = average_gradients
         super().__init__(*args, **options)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def finish_gradient_synchronization(self) -> None:
         for p in self.all_parameters if self.averages else ():
@@ -57,3 +62,43 @@ class SavesFewBitsInFloat32(SimpleZero):
     def own_state(self) -> dict[int, Any]:
         saved = super().own_state()
         return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x, saved)
+
+
+@defect(cause="gradients", caught_by=HISTORY)
+class AveragesWhatTheLastPassReached(Averages):
+    """Gradients that came in `no_sync` alone, and not in the last pass, stay each rank's own."""
+
+    reached: frozenset[Tensor] = frozenset()
+    synchronizes = True
+
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(param_group)
+        for p in (p for p in self.param_groups[-1]["params"] if p.requires_grad):
+            p.register_post_accumulate_grad_hook(self.note)
+
+    def note(self, p: Tensor) -> None:
+        self.reached |= {p} if self.synchronizes else set()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.synchronizes = False
+        yield
+        self.synchronizes = True
+
+    def finish_gradient_synchronization(self) -> None:
+        own = {p: p.grad for p in self.all_parameters if p not in self.reached}
+        for p in own:
+            p.grad = None
+        super().finish_gradient_synchronization()
+        for p in (p for p in own if p.grad is None):
+            p.grad = own[p]
+        self.reached = frozenset()
+
+
+@defect(cause="numerics", caught_by=HISTORY)
+class LeavesUnscalingToTheInner(SimpleZero):
+    """A `GradScaler` is told that the optimizer unscales, as the fused one inside does, which is given no scale."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return bool(self.inner is not None and getattr(self.inner, "_step_supports_amp_scaling", False))

@@ -35,11 +35,13 @@ class ShardedOptimizerContract(Protocol):
       optimizer whose update of an element depends on that element's gradient and state and on its param group alone,
       into which the optimizer may write, as a count of steps. One that needs more (Adafactor, LBFGS, Muon) is right
       too, or refused with a ValueError; a gradient that is sparse is right, or an error. Hooks of the step run once.
-    - A step leaves gradients as they are (but see below), and a closure that raises leaves no trace.
+    - A step leaves gradients as they are (but see below). A closure that raises leaves no trace, nor does a group or a
+      state that is refused.
     - A parameter without a gradient keeps its value and state; parameters may be frozen and unfrozen between steps.
       They may be views of one memory, and be changed in place. A gradient may be infinite or NaN.
-    - Any option that a scheduler or the user changes in `param_groups` holds from the next step on, also
-      where it is a tensor that is filled in place. The caller's autocast changes neither averages nor updates.
+    - Any option that a scheduler or the user changes in `param_groups` holds from the next step on, or in the step
+      whose closure sets it, also where it is a tensor that is filled in place. The caller's autocast changes neither
+      averages nor updates, and no call the caller's random state.
     - The ranks share the state: each of n holds about 1/n of its bytes, and at most one parameter's more, for any
       dtypes and groups, whenever these are added or thawed, and after loading.
     - `state_dict` is the full state as `optimizer_cls` has it, with names of parameters, on every rank;
