@@ -27,12 +27,13 @@ MOST_STAGES = 9
 
 OUTPUTS = (
     "rows", "number", "expanded", "rounded", "integers", "few bits", "mask", "constant", "at times", "given",
-    "numbers of none",
+    "numbers of none", "infinite",
 )  # fmt: skip
 """Tensors that a stage may give beside its values: a number of each row; one of all rows, and the same for each row in
 one place; one in a half; integers that float64 does not have; some of fewer bits, which float32 or a half does not
 have; a mask; floats that need no gradient, and some that need one in some micro-batches alone; the first tensor that it
-was given; and one without elements."""
+was given; one without elements; and one that is minus infinity in some rows, as what is added to scores, and needs a
+gradient."""
 
 FEW_BITS = (torch.int32, torch.uint8, torch.int8)
 
@@ -47,6 +48,7 @@ class Event(beside.Event):
         "another": "a step of another pipeline on the same ranks, which is made anew if the number is even",
         "memory": "a parameter gets other memory (.data)",
         "evaluate": "the caller passes a micro-batch through the stages, without autograd",
+        "call": "the caller passes a micro-batch through each stage, and back",
         "update": "each parameter takes a step of its gradient",
     }
 
@@ -105,6 +107,7 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
 
     kinds = ["step"] * 4 + [
         "evaluate",
+        "call",
         "update",
         "update",
         "clear",
@@ -130,13 +133,16 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
 
 class Stage(nn.Module):
     """A stage between two boundaries: its values are those that it was given, through two layers, times a factor of
-    their dtype and of each other tensor that it uses."""
+    their dtype, of its mode, of its hooks, and of each other tensor that it uses."""
 
     def __init__(
         self, before: Boundary | None, after: Boundary | None, stage: int, unusual: tuple[str, ...] = ()
     ) -> None:
         super().__init__()
         self.before, self.after, self.number, self.unusual = before, after, stage, unusual
+        self.by = 1.0
+        self.register_forward_pre_hook(lambda module, given: setattr(module, "by", 1.25))
+        self.register_forward_hook(lambda module, given, found: setattr(module, "by", 1.0))
         width = 6 if before is None else before.width
         self.embedding = nn.Embedding(VOCABULARY, width) if before is None else None
         self.inner = nn.Linear(width, HIDDEN)
@@ -158,6 +164,7 @@ class Stage(nn.Module):
             more = [each for i, each in enumerate(more) if self.before.used >> i & 1]
         x, size = x.to(self.inner.weight.dtype), x.element_size()  # a cast would hide the dtype that came
         hidden = torch.tanh(self.inner(x.detach() if "cut" in self.unusual else x)) * (1 + size / 16)
+        hidden = hidden * self.by * (1.0 if self.training else 0.75)
         if "sometimes" in self.unusual and _is_time(hidden):
             hidden = torch.tanh(self.more["sometimes"](hidden))
         for each in more:
@@ -178,10 +185,14 @@ class Stage(nn.Module):
 
 def _factor(x: Tensor) -> Tensor:
     """A number of each row of a tensor of one dimension, and one number of any other tensor, in which places count."""
-    x = (x - 2**60).double() if x.dtype == torch.int64 and (x > 2**59).any() else x.double()
+    x = (x - 2**60).double() if x.dtype == torch.int64 and (x > 2**59).any() else _finite(x)
     if x.dim() == 1:
         return torch.sin(x)[:, None, None]
     return torch.sin(x.flatten() @ torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device).cos())
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.double().masked_fill(x.isinf(), 0.5)
 
 
 def _is_time(hidden: Tensor) -> bool:
@@ -211,6 +222,9 @@ def _beside(what: str, hidden: Tensor, first: Tensor, width: int) -> Tensor:
         case "at times":
             rows = hidden.square().mean((1, 2))
             return rows if _is_time(hidden) else rows.detach()
+        case "infinite":
+            even = torch.arange(len(hidden), device=hidden.device) % 2 == 0
+            return hidden.square().mean((1, 2)).masked_fill(even, -torch.inf)
         case "given":  # in a half the order of its gradients' sum would show
             return first.double() if first.dtype in (torch.bfloat16, torch.float16) else first
     return hidden[:, :, :0].flatten(1)
@@ -300,13 +314,10 @@ class Player(beside.ParametersChange):
                 expected.backward()
         if isinstance(found, Tensor):
             self.keep(found)
+            self.wrong = self.wrong or "the loss has a graph, which lives as long as it" * found.requires_grad
         both = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (found, expected))
         self.differ("the loss", *both, within=precision.of_losses)
-        for name, (right, *own) in self.both().items():
-            for each in own:
-                self.differ(f"the gradient of {name}", each.grad, right.grad, precision.within)
-                if self.history.precision != EXACT and each.grad is not None and right.grad is not None:
-                    each.grad.copy_(right.grad)  # roundings do not add up
+        self._compare_gradients()
 
     def evaluate(self, value: int) -> None:
         (x, *_), _ = batches_of(self.history, value, self.device)
@@ -317,7 +328,27 @@ class Player(beside.ParametersChange):
                 x, others = (each if isinstance(each, tuple) else (each,) for each in (expected, found))
                 for both in zip(others, x, strict=True):
                     if both[0].numel():
-                        self.differ(f"what stage {stage} returns", *(each.double() for each in both))
+                        self.differ(f"what stage {stage} returns", *map(_finite, both))
+
+    def call(self, value: int) -> None:
+        (x, *_), _ = batches_of(self.history, value, self.device)
+        with self.history.precision.around(self.device):
+            for stage, module in self.reference.items():
+                for each in (self.pipeline.modules.get(stage), module):
+                    found = () if each is None else each(*x)
+                    outputs = found if isinstance(found, tuple) else (found,)
+                    if needed := [out for out in outputs if out.requires_grad]:
+                        torch.autograd.backward(needed, [torch.ones_like(out) for out in needed])
+                x = tuple(out.detach() for out in outputs)
+        self._compare_gradients()
+
+    def _compare_gradients(self) -> None:
+        precision = self.history.precision
+        for name, (right, *own) in self.both().items():
+            for each in own:
+                self.differ(f"the gradient of {name}", each.grad, right.grad, precision.within)
+                if precision != EXACT and each.grad is not None and right.grad is not None:
+                    each.grad.copy_(right.grad)  # roundings do not add up
 
     def _passed(self, x: Any) -> Any:
         for stage in self.reference.values():

@@ -184,3 +184,13 @@ class ReturnsOneTensor(Planted):
         total = super().step(inputs, targets)
         returned: Tensor = self.__dict__.setdefault("returned", torch.empty_like(total))
         return returned.copy_(total)
+
+
+@defect(cause="gradients", caught_by="test_steps_are_those_of_one_process[DifferentiatesItsInputs-pp2-passes_on")
+class DifferentiatesItsInputs(Planted):
+    """The first stage's floats are made to need a gradient as others' are: the caller's own tensors."""
+
+    def _forward(self, action: Action) -> None:
+        for each in self.inputs[action.micro_batch] if action.stage == 0 else ():
+            each.requires_grad_(each.is_floating_point())
+        super()._forward(action)

@@ -41,11 +41,12 @@ class Pipeline(Protocol):
     - Add to the parameters' gradients, in `step`, those of the sum of the losses, as one process does, in float64 to
       1e-12: they accumulate from step to step until they are set to None, and are not scaled. It returns that sum on
       every rank, and later steps leave it as it is.
-    - Leave frozen parameters, of integers too and also those frozen or thawed between steps, without a gradient, inputs
-      and targets as they are, and buffers as one process does.
-    - Take what a stage may return: tensors of any shapes, dtypes and strides, of which some need no gradient, in all or
-      in some micro-batches, some are those that it was given, and the next one may use only some. The loss is given
-      what the last one returned.
+    - Leave frozen parameters, of integers too and also those frozen or thawed between steps, without a gradient;
+      inputs, targets and stages' modes as they are; buffers as one process does; random numbers to stages and the
+      caller.
+    - Take what a stage may return: tensors of any shapes, dtypes and strides, infinite ones too, of which some need no
+      gradient, in all or in some micro-batches, some are those that it was given, and the next one may use only some.
+      The loss is given what the last one returned. Stages' hooks run.
     - Run passes under the caller's autocast, which may be another one in the next step; between steps the caller may
       call stages, without autograd too, give parameters other memory, and run other pipelines on the same ranks.
     - Raise an error of a stage on its rank, and leave nothing of a step but gradients, and messages' buffers, whether
