@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from correctness.engine import beside
 from correctness.engine.histories import events_of, one_in
@@ -23,8 +24,12 @@ from impl.mesh import Decoder, DecoderSize, OneProcess
 from impl.mesh.decoder import Batch
 from shardmark.api import Implementation, Mesh, Unsupported
 
+IN_FLOAT32 = 1e-4
+"""How near float32 is to one process, relative to the largest value of a tensor."""
 STEPS = 12
 """Number of different steps, by their batches."""
+MANY = 99
+"""Times that the last one of them has each row, so that a rank has thousands of tokens."""
 
 
 class Event(beside.Event):
@@ -36,7 +41,9 @@ class Event(beside.Event):
         "finite_loss": "the same, but that the loss is finite",
         "save": "the state is saved",
         "resume": "a new trainer loads the last state that was saved, and goes on from there",
+        "rate": "the caller halves the rates of the optimizers that were made",
         "go_on": "the state is saved; a new trainer takes a step, loads that state, and goes on",
+        "go_back": "the state is saved; the trainer takes a step, loads that state, and goes on",
     }
 
 
@@ -55,6 +62,7 @@ class History:
     """That of token `BAD` is NaN. Only steps that are not finite read it."""
     adam: bool
     max_norm: float
+    dtype: torch.dtype
     events: list[Event]
 
     def __str__(self) -> str:
@@ -70,6 +78,7 @@ class History:
         words += [f"the embedding and the first half of the layers frozen{but_norms}"] * self.half_frozen
         words += ["AdamW" if self.adam else "SGD", f"max_norm {self.max_norm:g}"]
         words += [f"parameters {', '.join(map(str, sorted(self.frozen)))} frozen"] * bool(self.frozen)
+        words += ["float32"] * (self.dtype == torch.float32)
         return ", ".join(words)
 
 
@@ -93,7 +102,8 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
     bad = not size.tied and draw(one_in(3))
 
     def following() -> Event:
-        kinds = ["step"] * 3 + ["save", "go_on"] * ("step" in drawn) + ["resume"] * bool({"save", "go_on"} & drawn)
+        kinds = ["step"] * 3 + ["rate", "save", "go_on", "go_back"] * ("step" in drawn)
+        kinds += ["resume"] * bool({"save", "go_on", "go_back"} & drawn)
         kinds += ["not_finite", "finite_loss"] * bad
         drawn.add(kind := draw(st.sampled_from(kinds)))
         return Event(kind, draw(st.integers(0, STEPS - 1)))
@@ -103,14 +113,15 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
     adam, max_norm = draw(st.booleans()), draw(st.sampled_from([1.0, 0.01, 0.2, 100.0]))
     last = Event("step", draw(st.integers(0, STEPS - 1)))
     spare, half = draw(one_in(4)), draw(one_in(4))
-    return History(mesh, size, spare, frozen, half, bad, adam, max_norm, [*events, last])
+    dtype = torch.float32 if not size.experts and draw(one_in(4)) else torch.float64  # near shares choose other experts
+    return History(mesh, size, spare, frozen, half, bad, adam, max_norm, dtype, [*events, last])
 
 
 def model_of(history: History, device: str) -> Decoder:
-    """The history's model in float64, with the same weights on every rank."""
+    """The history's model, with the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(13)
-        model = in_float64((WithASpare if history.spare else Decoder)(history.size))
+        model = in_float64((WithASpare if history.spare else Decoder)(history.size)).to(history.dtype)
     for number, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(number not in history.frozen)
     if history.half_frozen:
@@ -129,7 +140,14 @@ class Player(beside.Beside):
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
         super().__init__()
         self.history, self.device, self.ranks = history, device, tuple(range(history.mesh.size))
-        optimizer = partial(optimizer_of, "frozen_and_unused" if history.adam else "plain")  # kinds that have either
+        self.within = IN_FLOAT32 if history.dtype == torch.float32 else None
+        kind = "frozen_and_unused" if history.adam else "plain"  # kinds that have either
+        self.optimizers: list[Optimizer] = []
+
+        def optimizer(parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+            self.optimizers.append(optimizer_of(kind, parameters))
+            return self.optimizers[-1]
+
         on = history.mesh.device_mesh(torch.device(device).type)
         self.make = partial(
             implementation.watched, partial(model_of, history, device), optimizer, on, max_norm=history.max_norm
@@ -143,7 +161,7 @@ class Player(beside.Beside):
     def step(self, value: int) -> None:
         found, expected = self._stepped(self._batches, value)
         for name, *both in zip(("loss", "norm"), found, expected, strict=True):
-            self.differ(f"the {name}", *(torch.tensor(x, dtype=torch.float64) for x in both))
+            self.differ(f"the {name}", *(torch.tensor(x, dtype=torch.float64) for x in both), self.within)
         self._compare("gradient of", self.trainer.full_gradients(), self.reference.full_gradients())
         self._compare_parameters({"the loss": found[0], "the norm": found[1]})
 
@@ -155,7 +173,9 @@ class Player(beside.Beside):
         self.not_finite(value, "unseen")
 
     def _batches(self, groups: int, step: int) -> Sequence[Batch]:
-        return batches_with_bad("nowhere", groups, step) if self.history.bad_embedding else batches(groups, step)
+        found = batches_with_bad("nowhere", groups, step) if self.history.bad_embedding else batches(groups, step)
+        copies = MANY if step == STEPS - 1 else 1
+        return [(tokens.repeat(copies, 1), at.repeat(copies, 1), to.repeat(copies, 1)) for tokens, at, to in found]
 
     def _stepped(self, of: Callable[[int, int], Sequence[Batch]], value: int) -> list[list[float]]:
         """The loss and the norm of a step on these batches, here and in one process."""
@@ -178,7 +198,7 @@ class Player(beside.Beside):
             both = [None if x is None else x.detach().cpu() for x in (found.get(name), expected.get(name))]
             if self.history.bad_embedding and name == EMBEDDING:
                 both = [None if x is None else x.index_fill(0, torch.tensor(BAD), 0) for x in both]
-            self.differ(f"the {what} {name}", *both)
+            self.differ(f"the {what} {name}", *both, self.within)
 
     def save(self, value: int) -> None:
         self.saved = BytesIO()
@@ -189,9 +209,16 @@ class Player(beside.Beside):
         self.trainer = self.make()
         self._load()
 
+    def rate(self, value: int) -> None:
+        for group in (group for each in self.optimizers for group in each.param_groups):
+            group["lr"] *= 0.5
+
     def go_on(self, value: int) -> None:
+        self.go_back(value, self.make)
+
+    def go_back(self, value: int, make: Callable[[], Any] | None = None) -> None:
         self.save(value)
-        self.trainer = self.make()
+        self.trainer = self.trainer if make is None else make()
         self.trainer.step(own_batches(self.history.mesh, self.device, value, of=self._batches))
         self._load()
 

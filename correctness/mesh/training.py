@@ -150,6 +150,8 @@ def train(
             returned = trainer.step(given)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise TypeError(f"step returned {type(returned).__name__}, not (loss, norm)")
+        if any(isinstance(each, Tensor) and each.requires_grad for each in returned):
+            raise TypeError("step returned a tensor with a graph, which lives as long as it")
         results.append(returned)
         if step in kept:
             trace.gradients[step] = _on_cpu(trainer.full_gradients())

@@ -204,3 +204,63 @@ class ForgetsStateOfUnevenParts(MeshTrainer):
             if isinstance(parameter, DTensor) and len(parameter) % parameter.device_mesh.size():
                 for value in kept.values():
                     value.zero_()
+
+
+@defect(cause="state", caught_by="test_any_history_is_that_of_one_process")
+class KeepsItsMomentsGoingBack(Manual):
+    """A trainer that has saved keeps the moments that it has, where its own state is loaded again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        self.has_saved = True
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        own = self.optimizer.state_dict() if hasattr(self, "has_saved") else state["optimizer"]
+        super().load_state_dict({**state, "optimizer": own})
+
+
+@defect(cause="options", caught_by="test_any_history_is_that_of_one_process")
+class RatesOfTheStart(Manual):
+    """The optimizer's rates are those that it was made with: a schedule changes nothing."""
+
+    def make_optimizer(self, optimizer_fn: Any) -> torch.optim.Optimizer:
+        made = super().make_optimizer(optimizer_fn)
+        self.rates = [group["lr"] for group in made.param_groups]
+        return made
+
+    def update(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate
+        super().update()
+
+
+@defect(cause="random numbers", caught_by="test_any_history_is_that_of_one_process")
+class SeedsInEachStep(Manual):
+    """Each step seeds the ranks, so that they draw alike, and so does the caller."""
+
+    def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        torch.manual_seed(5)
+        return super().step(batches)
+
+
+@defect(cause="numerics", caught_by="test_any_history_is_that_of_one_process")
+class SendsFloat32AsBfloat16(Manual):
+    """Gradients in float32 are communicated in bfloat16, which halves the bytes."""
+
+    def reduce(self, name: str, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None and parameter.grad.dtype == torch.float32:
+            parameter.grad = parameter.grad.bfloat16().float()
+        super().reduce(name, parameter)
+
+
+@defect(cause="memory", caught_by="test_steps_are_those_of_one_process[ReturnsTheLossWithItsGraph-dp2-plain")
+class ReturnsTheLossWithItsGraph(Manual):
+    """The loss is added up without `detach`: who keeps it for a log keeps the step's graphs."""
+
+    def losses(self, batch: Batch) -> Tensor:
+        self.last = super().losses(batch)
+        return self.last
+
+    def step(self, batches: Sequence[Batch]) -> tuple[Any, float]:  # type: ignore[override]
+        loss, norm = super().step(batches)
+        return loss + (self.last - self.last.detach()), norm

@@ -43,6 +43,8 @@ class Kind:
     """AdamW, whose step hides a factor of the gradients; otherwise SGD with momentum, whose step does not."""
     context: int = 12
     """Tokens of a row, or twice as many."""
+    rows: int = 0
+    """Rows of a micro-batch beside a few."""
     output_scale: float = 1.0
     """Factor of the output's weight: exponentials of logits in the thousands overflow."""
 
@@ -56,6 +58,7 @@ KINDS = {
     "sizes_that_do_not_divide": Kind(_sized(hidden=50, vocabulary=53), context=7),
     "few_kv_heads": Kind(_sized(kv_heads=3), biases=True, context=6),
     "tied": Kind(_sized(tied=True)),
+    "thousands_of_tokens": Kind(rows=201),
     "fused": Kind(_sized(fused=True), biases=True, output_scale=LARGE),
     "biases": Kind(
         _sized(vocabulary=600),  # bfloat16 has not every integer above 256
@@ -112,7 +115,7 @@ def batches(kind: str, row_groups: int, step: int) -> tuple[Batch, ...]:
     steps everywhere. After the first step rows of some are shorter, and positions begin again within a row."""
     random, chosen, found = torch.Generator().manual_seed(100 + step), KINDS[kind], []
     for micro in range(1 + step % 2):
-        shape = row_groups + (step + micro) % 3, chosen.context // (1 + (step + micro) % 2)
+        shape = row_groups * (1 + chosen.rows) + (step + micro) % 3, chosen.context // (1 + (step + micro) % 2)
         tokens, targets = (torch.randint(chosen.size.vocabulary, shape, generator=random) for _ in range(2))
         targets[torch.rand(shape, generator=random) > 0.7] = IGNORED
         targets[0, 0] = 0

@@ -280,3 +280,13 @@ class LossInTheModelsDtype(Planted):
 
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
         return super().forward(tokens, positions, targets).to(self.norm.weight.dtype)
+
+
+@defect(cause="shapes", caught_by="test_steps_are_those_of_one_process[LosesTheLastChunk-tp2-thousands")
+class LosesTheLastChunk(Planted):
+    """Losses are found 1024 tokens at a time, as many times as these are there."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        whole = max(1, len(logits) // 1024)
+        parts = zip(logits.split(1024)[:whole], targets.split(1024)[:whole], strict=True)
+        return torch.stack([super(LosesTheLastChunk, self).losses(*each) for each in parts]).sum()

@@ -25,13 +25,15 @@ class Trainer(Protocol):
     Must, of either form:
 
     - Training is that of one process with the whole batch: losses, norms, gradients and parameters, in float64 to
-      1e-12 at the first step, and after 20, with an optimizer that updates each element by itself. A step's loss is the
-      sum of its targets' cross entropies over all ranks and micro-batches, divided by the number of targets, leaving
-      out those that are -100: a rank may have no others in a whole step.
+      1e-12 at the first step, and after 20, in float32 to 1e-4, with an optimizer that updates each element by itself.
+      A step's loss is the sum of its targets' cross entropies over all ranks and micro-batches, divided by the number
+      of targets, leaving out those that are -100: a rank may have no others in a whole step.
     - Ranks that have the same parameter, or the same part of it, have it bitwise equal.
     - Frozen parameters keep their values, tied ones stay one, and one without a gradient has none, or zeros.
-    - Saved after a step and loaded into another one, which may have taken steps, training goes on as if it had not
-      ended.
+    - Saved after a step and loaded into another one, which may have taken steps, or the same one, training goes on as
+      if it had not ended.
+    - `optimizer_fn` makes the optimizers that step: options that the caller changes in their groups, as a schedule
+      does, hold from the next step on. No call changes the caller's random state.
 
     Must, of `parallelize`: it is called on every rank with the same whole model, and returns a module that is called as
     the model is, with this rank's part of a batch. Its parameters are DTensors, or whole on every rank, under the
@@ -50,7 +52,7 @@ class Trainer(Protocol):
         sizes that may differ from one to the next, and left as they are. Positions may begin at any number, and again
         within a row.
         Returns the loss and the norm before clipping, the same on every rank, as numbers, or tensors of one element
-        that later steps do not change."""
+        without a graph, that later steps do not change."""
         ...
 
     def full_parameters(self) -> Mapping[str, Tensor]:
