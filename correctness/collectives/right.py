@@ -13,6 +13,8 @@ from correctness.support.planting import right
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor.long()
 
 
