@@ -105,21 +105,8 @@ def histories(draw: st.DrawFn, mesh: Mesh) -> History:
         place, used = draw(st.integers(0, len(beside))), draw(st.integers(0, 7))
         return Boundary(2 * draw(st.integers(1, 4)), beside, place, transposed, folded, used)
 
-    kinds = ["step"] * 4 + [
-        "evaluate",
-        "call",
-        "update",
-        "update",
-        "clear",
-        "zero",
-        "scale",
-        "weights",
-        "mode",
-        "freeze",
-        "freeze",
-        "another",
-        "memory",
-    ]
+    kinds = ["step"] * 4 + ["evaluate", "call", "update", "update", "clear", "zero", "scale", "weights", "mode"]
+    kinds += ["freeze", "freeze", "another", "memory"]
     events = events_of(
         draw, draw(st.sampled_from([2, 4, 6, 8])), lambda: Event(draw(st.sampled_from(kinds)), draw(st.integers(0, 99)))
     )
