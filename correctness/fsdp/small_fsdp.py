@@ -101,7 +101,13 @@ class SmallFSDP(nn.Module):
         args, kwargs = changed((args, kwargs), self.cast)
         shards = list(dict.fromkeys(self.named_shards().values()))
         full = dict(zip(shards, Gather.apply(self, *shards), strict=True))
-        return functional_call(self.module, self.by_name(full), args, kwargs, tie_weights=False)  # each name is given
+        once = {name: p for name, p in self.by_name(full).items() if name in self.own_names()}
+        return functional_call(self.module, once, args, kwargs, tie_weights=False)  # each name is given
+
+    def own_names(self) -> set[str]:
+        """Names of parameters, of which a module that is registered twice has one each: it is changed once."""
+        parts = self.module.named_modules()
+        return {f"{prefix}.{name}".lstrip(".") for prefix, part in parts for name in part._parameters}
 
     def by_name(self, full: dict[nn.Parameter, Tensor]) -> dict[str, Tensor]:
         """Full parameters by name, a tied one by each name, from those by shard."""

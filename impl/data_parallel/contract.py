@@ -32,9 +32,10 @@ class DataParallelWrapper(Protocol):
     - An output requires a gradient where the module's own does. Later calls leave what a call has returned as it is.
     - The loss may do with outputs and parameters what it may without the wrapper: change outputs in place, leave some
       out, use parameters itself, take gradients by `torch.autograd.grad` before backward. Parts of the module may be
-      recomputed in backward. Sparse gradients, and parts that are recomputed in passes of their own (`use_reentrant`),
-      may be an error. An error in a forward pass leaves nothing behind. A module that was cast to another dtype and
-      back averages as before, or the next pass is an error.
+      recomputed in backward. Sparse gradients, those with a graph (`backward(create_graph=True)`, as in torch's DDP),
+      and parts that are recomputed in passes of their own (`use_reentrant`), may be an error. An error in a forward
+      pass leaves nothing behind. A module that was cast to another dtype and back averages as before, or the next pass
+      is an error.
     - A gradient that a rank lacks, while it has others, counts as zero; if no rank has one, `.grad` is None or zeros.
       Frozen parameters have none and may be of integers; tied ones have one.
     - Inside `no_sync()` gradients stay local, are not communicated, and count in the next average. An error ends it as
