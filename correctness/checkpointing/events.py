@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -26,7 +26,8 @@ PLACES = (
     "itself", "itself", "in a tuple", "in a dict", "in a list", "in an object", "in a tuple in a dict",
     "in an object in a list", "in an object of slots", "after None", "the input", "as complex numbers",
 )  # fmt: skip
-OUTPUTS = ("a tensor", "a tensor", "a tensor", "a view written in place", "a tuple", "a dict", "an object")
+CONTAINERS = ("a tuple", "a dict", "an object", "a named tuple")
+OUTPUTS = ("a tensor", "a tensor", "a tensor", "a view written in place", *CONTAINERS)
 ODD_BLOCKS = ("ignores its input", "returns its input")
 AGAIN = (None, None, None, "retained", "differentiated")
 LAYOUTS = ("contiguous", "contiguous", "transposed", "expanded", "another batch", "no rows")
@@ -184,7 +185,7 @@ class Block(nn.Module):
         super().__init__()
         self.output, self.odd = history.output, odd
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-        self.beside = nn.Linear(12, 8) if history.output in ("a tuple", "a dict", "an object") else None
+        self.beside = nn.Linear(12, 8) if history.output in CONTAINERS else None
         part: nn.Module = nn.Identity() if history.dropout is None else history.dropout(0.4)
         whole = isinstance(part, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout))
         if whole:
@@ -211,9 +212,18 @@ class Block(nn.Module):
         return returned(self.output, out, hidden if self.beside is None else self.beside(hidden))
 
 
+class Named(NamedTuple):
+    x: Tensor
+    nothing: None
+    beside: Tensor
+    mask: Tensor
+
+
 def returned(how: str, x: Tensor, beside: Tensor) -> Any:
     """The output of a block, one of `OUTPUTS`."""
     match how:
+        case "a named tuple":
+            return Named(x, None, beside, (x > 0).to(x))
         case "a tuple":
             return x, None, beside, (x > 0).to(x)  # a mask, which has no gradient
         case "a dict":
@@ -245,7 +255,13 @@ class Model(nn.Module):
                 block.down.weight = blocks[0].down.weight
         self.blocks = nn.ModuleList(blocks)
 
+        self.containers: dict[str, None] = {}
+        """Classes of what blocks have returned in the last call, tensors left out; a policy may join blocks."""
+
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
+        self.containers.clear()
         for block in self.blocks:
             x = block(x, *args, **kwargs)
+            if not isinstance(x, Tensor):
+                self.containers[type(x).__name__] = None
         return taken(x)[0]

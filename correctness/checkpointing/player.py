@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from correctness.checkpointing.events import DROPOUTS, History, Model, Pass, returned, taken
+from correctness.checkpointing.events import CONTAINERS, DROPOUTS, History, Model, Pass, returned, taken
 
 Result = tuple[int, str, Tensor | None]
 """Number of the pass, name, value."""
@@ -56,6 +56,7 @@ def results(policy: Any, history: History, device: str) -> list[Result]:
             with saved_tensors_hooks(_elsewhere, lambda copied: copied) if each.packed else nullcontext():
                 output = _forward(model, history, each, leaves, device)
             found.append((number, "the output", output.detach()))
+            found += [(number, f"a block's {container}", None) for container in model.containers]
             if each.between:
                 found += _of_another(policy, others, history, number, each, device)
             if output.requires_grad and each.backward_inside and not each.waits:
@@ -94,7 +95,7 @@ def _of_another(
     try:
         output = other(x)
     except Exception as error:
-        if history.output in ("a tuple", "a dict", "an object"):
+        if history.output in CONTAINERS:
             raise Refused(f"blocks take and return a tensor alone: {type(error).__name__}: {error}") from error
         raise
     if output.requires_grad:
@@ -216,7 +217,7 @@ def _forward(model: Model, history: History, each: Pass, leaves: dict[str, Tenso
                 model(x, *args, **kwargs)
             return model(x, *args, **kwargs)
         except Exception as error:
-            if history.extra or history.output in ("a tuple", "a dict", "an object"):
+            if history.extra or history.output in CONTAINERS:
                 raise Refused(f"blocks take and return a tensor alone: {type(error).__name__}: {error}") from error
             raise
 

@@ -22,13 +22,13 @@ class Policy(Protocol):
 
     - Outputs and gradients (of parameters, the input and further arguments) are bitwise those without checkpointing
       (sums of those of a tensor that a block takes twice, and under autocast of a weight that several blocks or passes
-      use, may be rounded in another order), and None, not zeros, for what a loss does not reach: by
-      `backward()`, with `inputs=` too, and by `torch.autograd.grad`; in any dtype, of complex arguments, under autocast
-      in any of its dtypes, whatever context and thread backward runs in; in training and eval mode, and where
-      submodules' modes differ; where the input or some parameters need no gradient, or the input has no rows; where
-      several forwards come before their backwards, which run in either order, and other models' between them; under
-      the caller's hooks of saved tensors; of a deep copy, and after weights were loaded or cast, or parameters or
-      their memory replaced.
+      use, may be rounded in another order), in containers of their own classes, and None, not zeros, for what a loss
+      does not reach: by `backward()`, with `inputs=` too, and by `torch.autograd.grad`; in any dtype, of complex
+      arguments, under autocast in any of its dtypes, whatever context and thread backward runs in; in training and eval
+      mode, and where submodules' modes differ; where the input or some parameters need no gradient, or the input has no
+      rows; where several forwards come before their backwards, which run in either order, and other models' between
+      them; under the caller's hooks of saved tensors; of a deep copy, and after weights were loaded or cast, or
+      parameters or their memory replaced.
       An output that depends on nothing that needs a gradient may require one.
       Where gradients are differentiated, and by a second backward or one that reads a saved tensor twice, they are
       those, or an error is raised.
@@ -38,11 +38,10 @@ class Policy(Protocol):
       blocks run, and those of parameters once in a backward.
     - Forward keeps fewer bytes for backward than without, and the peak of forward and backward is lower, under autocast
       and in bfloat16 too, and where blocks take and return tensors, or tuples of them, by position or by name, or have
-      dropout or hooks, of a deep copy too, and
-      after parameters were replaced, or a forward or a backward raised; and no more where some are frozen. Nothing is
-      kept after backward, after a forward without gradients, or once an output without a backward is freed, before the
-      garbage collector runs too. A policy that should save nothing, as a peer, is named `none` or `identity`, or has an
-      attribute `saves_nothing = True`.
+      dropout or hooks, of a deep copy too, and after parameters were replaced, or a forward or a backward raised; and
+      no more where some are frozen. Nothing is kept after backward, after a forward without gradients, or once an
+      output without a backward is freed, before the garbage collector runs too. A policy that should save nothing, as a
+      peer, is named `none` or `identity`, or has an attribute `saves_nothing = True`.
 
     Should: ValueError for a model without blocks, and for one that is checkpointed already.
 
