@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardmark.ranks.rank import WORLD_VARIABLE
-from shardmark.ranks.said import Said, reason
+from shardmark.ranks.rank_stderr import RankStderr, reason_of_abort
 
 HINTS = {
     "SIGSEGV": ": was a tensor read after its memory was freed?",
@@ -45,7 +45,7 @@ def _read(folder: Path, rank: int, kind: str) -> str:
     return file.read_text(errors="replace") if file.exists() else ""
 
 
-def how_it_ended(process: Any, rank: int, folder: Path, said: Said, grace: float) -> str:
+def how_it_ended(process: Any, rank: int, folder: Path, stderr: RankStderr, grace: float) -> str:
     """How the process ended, with the stack that faulthandler wrote if a signal such as SIGSEGV ended it."""
     process.join(grace)
     code = process.exitcode
@@ -54,7 +54,7 @@ def how_it_ended(process: Any, rank: int, folder: Path, said: Said, grace: float
         end = "closed its connection to the test"
     elif code < 0:
         name = names.get(-code, str(-code))
-        why = reason(said.new(rank)) if name == "SIGABRT" else ""
+        why = reason_of_abort(stderr.unread(rank)) if name == "SIGABRT" else ""
         end = f"was killed by {name}{': ' * bool(why)}{why}{HINTS.get(name, '')}"
     else:
         why = _read(folder, rank, "end")

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmark.ranks import gpus, nccl, process_setup, said
+from shardmark.ranks import gpus, nccl, process_setup, rank_stderr
 from shardmark.ranks.channel import receive, send
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.link import Host
@@ -188,7 +188,7 @@ def serve(
     os.environ[WORLD_VARIABLE] = str(directory)
     _keep_temporary_files_in(directory)
     Watchdog.notice()
-    said.write_to(directory, rank)
+    rank_stderr.redirect(directory, rank)
     stacks = (directory / f"rank{rank}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)

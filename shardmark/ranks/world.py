@@ -38,7 +38,7 @@ from shardmark.ranks.link import Link
 from shardmark.ranks.nccl import explanation
 from shardmark.ranks.patience import Patience
 from shardmark.ranks.rank import Answer, WorldError, available_cores, pickled_call, ranks_met, serve
-from shardmark.ranks.said import Said
+from shardmark.ranks.rank_stderr import RankStderr
 
 DEADLINE = 120.0
 """Seconds that a call may take on a world before its ranks count as hung."""
@@ -110,7 +110,7 @@ class World:
         self._directory = private_folder.make()
         # At the interpreter's end too, for a world that nobody closed.
         self._remove_directory = weakref.finalize(self, private_folder.remove, self._directory)
-        self._said = Said(self._directory, size)
+        self._stderr = RankStderr(self._directory, size)
         self._call = 0
         """The number of the call that is under way; joining the group is call 0."""
         self._channels: list[Channel] = []
@@ -213,7 +213,7 @@ class World:
     def close(self) -> None:
         """End every rank and remove the private directory. A closed world stays closed."""
         end_ranks(self._processes, self._directory)
-        self._said.pass_on()
+        self._stderr.pass_on()
         for channel in self._channels:
             channel.close()
         for end in self._ends:
@@ -233,7 +233,7 @@ class World:
         try:
             return self._answers(deadline)
         finally:
-            self._said.pass_on()
+            self._stderr.pass_on()
 
     def _answers(self, deadline: float) -> dict[int, Answer]:
         """Return each rank's answer, in order of arrival. Raise RankError if a rank died or did not answer; the report
@@ -250,7 +250,10 @@ class World:
                     if message is None and self._ends[rank] in moved and self._channels[rank].fileno() not in moved:
                         raise EOFError  # it has ended, and nothing that it sent is left
                 except EOFError:
-                    dead[rank] = (how_it_ended(self._processes[rank], rank, self._directory, self._said, TO_END), None)
+                    dead[rank] = (
+                        how_it_ended(self._processes[rank], rank, self._directory, self._stderr, TO_END),
+                        None,
+                    )
                     continue
                 except GarbledError:
                     answers[rank] = unusable("wrote to the socket of its answers")
