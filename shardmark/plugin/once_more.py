@@ -5,11 +5,13 @@ blamed for it. If that one passes on new ranks, a warning says so and names the 
 
 A failure stays where the tests before were of the same implementation, which may itself have left what it stumbles
 over; where a row has been measured, whose verdict has its own error; in a run that judges implementations; and where
-ranks cannot be replaced.
+ranks cannot be replaced. An abort by a corrupted heap is asked again in any case but the last three: any call before
+may have written there, PyTorch's threads too.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -20,6 +22,10 @@ from shardmark.ranks.left_behind import LeftBehind
 from shardmark.ranks.worlds import Worlds
 from shardmark.report.outcomes import first_line, reason
 from shardmark.text import number_of, printable
+
+_CORRUPTED_HEAP = re.compile(r"was killed by SIGABRT: (\w+\(\): |double free|corrupted )")
+"""The line of a rank that glibc aborted, as "malloc(): unaligned tcache chunk detected": a call before has written into
+freed memory, maybe in another test."""
 
 
 class OnceMore:
@@ -42,7 +48,7 @@ class OnceMore:
         properties = list(item.user_properties)
         reports = runner.runtestprotocol(item, nextitem=nextitem, log=False)
         failed = next((report for report in reports if report.failed), None)
-        if failed is not None and self._may_be_anothers_doing(item):
+        if failed is not None and self._may_be_anothers_doing(item, reason(failed)):
             before = self._worlds.before
             self._worlds.renew()
             item.user_properties[:] = properties
@@ -69,11 +75,12 @@ class OnceMore:
                     return done
         return None
 
-    def _may_be_anothers_doing(self, item: pytest.Item) -> bool:
+    def _may_be_anothers_doing(self, item: pytest.Item, why: str) -> bool:
         before, own = self._worlds.before, self._implementations.get(item.nodeid)
+        blamed = own and own in map(self._implementations.get, before) and not _CORRUPTED_HEAP.search(why)
         return bool(
             before
-            and not (own and own in map(self._implementations.get, before))
+            and not blamed
             and item.nodeid not in self._session.rows.names
             and not self._session.selected
             and not item.config.getoption("usepdb")

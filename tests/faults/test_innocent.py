@@ -41,6 +41,12 @@ def wait():
     dist.barrier()
 
 
+def use_freed_memory():
+    if left and dist.get_rank() == 1:
+        os.write(2, b"malloc(): unaligned tcache chunk detected\\n")
+        os.abort()
+
+
 def spin():
     subprocess.Popen([sys.executable, "-c", "while True: pass"])
 
@@ -81,6 +87,10 @@ def test_leaves_by_implementation(implementation, worlds):
 @pytest.mark.family("naps")
 def test_works_by_implementation(implementation, worlds):
     worlds(2).run(work)
+
+@pytest.mark.family("naps")
+def test_uses_freed_memory_by_implementation(implementation, worlds):
+    worlds(2).run(use_freed_memory)
 """
 
 
@@ -122,6 +132,13 @@ def test_tests_of_one_implementation_may_trip_over_what_it_has_left_itself(pairs
     others = ids("leaves_by_implementation[long]", "works_by_implementation[short]")
     ended = forked(pairs, *others)
     assert ended.status == 0 and ended.lines("test_works_by_implementation[short] passes on new ranks")
+
+
+def test_a_corrupted_heap_may_be_the_doing_of_any_call_before(pairs: Path) -> None:
+    ended = forked(pairs, *ids("leaves_by_implementation[short]", "uses_freed_memory_by_implementation[short]"))
+    assert ended.status == 0 and "2 passed" in ended.output
+    (told,) = ended.lines("passes on new ranks")
+    assert "rank 1 of 2 was killed by SIGABRT: malloc(): unaligned tcache chunk detected" in told
 
 
 def test_processes_left_spinning_end_before_the_next_test(pairs: Path) -> None:
