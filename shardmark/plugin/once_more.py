@@ -6,7 +6,7 @@ blamed for it. If that one passes on new ranks, a warning says so and names the 
 A failure stays where the tests before were of the same implementation, which may itself have left what it stumbles
 over; where a row has been measured, whose verdict has its own error; in a run that judges implementations; and where
 ranks cannot be replaced. An abort by a corrupted heap is asked again in any case but the last three: any call before
-may have written there, PyTorch's threads too.
+may have written there, as PyTorch's profiler does (docs/pytorch-defects.md).
 """
 
 from __future__ import annotations
